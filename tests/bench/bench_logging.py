@@ -78,7 +78,7 @@ def measured(loop: Trainer) -> tuple[float, float]:
     timed(loop.measures, "peak_memory", spent)
     timed(loop.measures, "reserved_memory", spent)
     if norms := loop.built.engine.part(Norms):
-        timed(norms, "metrics", spent)
+        timed(norms, "finish", spent)
         timed(norms, "gradient_norm", spent)
     for _ in range(STEPS):
         spent.append(0.0)

@@ -666,7 +666,7 @@ def hf_model(family: str, *, tied: bool, **more) -> transformers.PreTrainedModel
 def as_stored(model: transformers.PreTrainedModel, tensors) -> dict[str, torch.Tensor]:
     """Transformers' tensors, or gradients, under the names and in the shapes of a checkpoint."""
     if model.config.model_type == "ernie4_5_vl_moe":
-        # Not as files have it, which `engine/hf/expert_forms.py` reads.
+        # Not as files have it, which `engine/hf/stored_forms.py` reads.
         return of_ernie_vl(dict(tensors))
     return published(model, dict(tensors))
 

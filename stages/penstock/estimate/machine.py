@@ -319,7 +319,7 @@ def check_weights(run: RunConfig) -> None:
     """Refuse prequantized weights unless the run uses them as they are."""
     if not run.model.model_path:
         return
-    from penstock.engine.quantization.validate_prequantized import validate_prequantized
+    from penstock.engine.quantization.validate_settings import validate_prequantized
     from penstock.models.quantization_config import parse_quantization_config
 
     if declared := parse_quantization_config(resolve_hf_config(run)):

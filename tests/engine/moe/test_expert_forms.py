@@ -5,9 +5,9 @@ import torch
 from safetensors.torch import save_file
 
 from penstock.engine.hf.base_model import BaseModelWeights
-from penstock.engine.hf.expert_forms import in_files_form, parts_in
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.state_dict import in_multimodal, in_source
+from penstock.engine.hf.stored_forms import in_files_form, parts_in
 from penstock.models.multimodal import is_language, text_name
 from penstock.models.registry import get_family
 from tests.models.multimodal import multimodal_model

@@ -19,7 +19,7 @@ from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization import compressed_tensors
 from penstock.engine.quantization.bitsandbytes_nf4 import STATE
 from penstock.engine.quantization.prequantized import published_in
-from penstock.engine.quantization.validate_prequantized import validate_prequantized
+from penstock.engine.quantization.validate_settings import validate_prequantized
 from penstock.models.quantization_config import MODELOPT, parse_quantization_config
 from penstock_kernels.quant import FORMATS, dequantize, quantize
 from penstock_kernels.quant.formats import NF4
@@ -51,10 +51,10 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
     assert published is not None
     rows = len(wanted)
     with SafetensorsFolder(at) as folder:
-        assert published.is_quantized(folder, NAME)
-        assert not published.is_quantized(folder, PLAIN)
-        assert published.shape(folder, NAME) == wanted.shape
-        whole = published.rows(folder, NAME, 0, rows)
+        assert published.reader.is_quantized(folder, NAME)
+        assert not published.reader.is_quantized(folder, PLAIN)
+        assert published.reader.shape(folder, NAME) == wanted.shape
+        whole = published.reader.rows(folder, NAME, 0, rows)
         torch.testing.assert_close(
             dequantize(whole, torch.float32), wanted, **{"rtol": 0, "atol": 0, **tolerance}
         )
@@ -68,7 +68,7 @@ def read_back(at: Path, said: dict[str, Any], wanted: torch.Tensor, **tolerance:
         folder._fill = counted
         for first, end in ((0, 1), (1, 7), (rows // 2 - 3, rows // 2 + 3), (rows - 1, rows)):
             part, cut = (
-                published.rows(folder, NAME, first, end),
+                published.reader.rows(folder, NAME, first, end),
                 whole.narrow(-2, first, end - first),
             )
             for name, tensor in part.as_bytes().items():
@@ -98,7 +98,10 @@ def test_fp8_in_tiles_is_what_transformers_makes_of_it(scales, tmp_path):
         folder_of(tmp_path, {**made, PLAIN: weight[:8].bfloat16()}), said, theirs
     )
     assert torch.equal(whole.codes.view(torch.float8_e4m3fn).float(), made[NAME].float())
-    assert (published.format.name, published.ignored_modules) == ("block_fp8", ("lm_head",))
+    assert (published.format.name, published.declared.ignored_modules) == (
+        "block_fp8",
+        ("lm_head",),
+    )
 
 
 def test_tiles_at_the_edges_and_one_scale_for_a_matrix_are_read(tmp_path):
@@ -140,14 +143,14 @@ def test_nvfp4_of_modelopt_is_read_whichever_file_declares_it(tmp_path):
     at = folder_of(tmp_path, tensors)
     said = {"quant_method": "modelopt", "quant_algo": "NVFP4", "ignore": ["lm_head"]}
     published, whole = read_back(at, said, wanted, rtol=2**-22)
-    assert published.ignored_modules == ("lm_head",)
+    assert published.declared.ignored_modules == ("lm_head",)
     assert torch.equal(whole.codes, tensors[NAME])
     assert (wanted - weight).norm() < 0.13 * weight.norm()
     old = {"quant_algo": "NVFP4", "group_size": 16, "exclude_modules": ["*.mlp.gate"]}
     (at / MODELOPT).write_text(json.dumps({"producer": {"name": "modelopt"}, "quantization": old}))
     found = published_in({}, at)
     assert found is not None
-    assert (found.format.name, found.ignored_modules) == ("nvfp4", ("*.mlp.gate",))
+    assert (found.format.name, found.declared.ignored_modules) == ("nvfp4", ("*.mlp.gate",))
     (at / MODELOPT).write_text(json.dumps({"quantization": {"quant_algo": None}}))
     with pytest.raises(CapabilityError, match=r"quant_algo None of ModelOpt; NVFP4 and FP8"):
         published_in({}, at)
@@ -180,7 +183,7 @@ def test_nf4_is_what_bitsandbytes_makes_of_it(scales, tmp_path):
             at = folder_of(tmp_path, tensors)
             published, _ = read_back(at, said, theirs)
             assert published.declared.group_size == published.format.group == group
-            assert published.ignored_modules == ("lm_head",)
+            assert published.declared.ignored_modules == ("lm_head",)
 
 
 def nf4_tensors(rows: int, columns: int) -> tuple[dict[str, torch.Tensor], torch.Tensor]:
@@ -240,7 +243,7 @@ def test_what_is_exported_is_read_back_bit_for_bit(scheme, tmp_path):
     # The scale of a matrix is published as what to divide by.
     rounding = {"rtol": 2**-22} if scheme == "nvfp4" else {}
     published, read = read_back(at, said, dequantize(made, torch.float32), **rounding)
-    assert (published.format, published.ignored_modules) == (FORMATS[scheme], ("lm_head",))
+    assert (published.format, published.declared.ignored_modules) == (FORMATS[scheme], ("lm_head",))
     assert torch.equal(read.codes, made.codes)
     assert torch.equal(read.scales.float(), made.scales.float())
 
@@ -346,9 +349,9 @@ def test_tensors_that_are_not_as_declared_are_refused(said, tensors, fault, tmp_
     published = published_in({"quantization_config": said})
     assert published is not None
     with SafetensorsFolder(tmp_path) as folder:
-        assert published.is_quantized(folder, NAME)
+        assert published.reader.is_quantized(folder, NAME)
         with pytest.raises(CapabilityError, match=f"(?s){fault}.*Name the model"):
-            published.rows(folder, NAME, 0, 1)
+            published.reader.rows(folder, NAME, 0, 1)
 
 
 def test_groups_that_a_format_does_not_have_are_refused():

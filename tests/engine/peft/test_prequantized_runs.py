@@ -70,8 +70,10 @@ def dequantized(folder, out):
     family = get_family(config)
     with SafetensorsFolder(folder) as opened:
         for name in family.weight_map(family.read(config)).hf_shapes():
-            if published.is_quantized(opened, name):
-                whole = published.rows(opened, name, 0, published.shape(opened, name)[0])
+            if published.reader.is_quantized(opened, name):
+                whole = published.reader.rows(
+                    opened, name, 0, published.reader.shape(opened, name)[0]
+                )
                 tensors[name], codes[name] = dequantize(whole, torch.float32), whole.codes.numpy()
             else:
                 tensors[name] = opened[name]

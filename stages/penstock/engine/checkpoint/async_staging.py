@@ -22,14 +22,11 @@ class PreUpdateHooks:
         self._readers: list[Callable[[], None]] = []
 
     def register(self, reader: Callable[[], None]) -> None:
-        """Register `reader`: modifications wait until it returns."""
         self._readers.append(reader)
 
     def run(self) -> None:
-        """Call the hooks before writing to anything that a checkpoint saves.
-
-        This is cheap when no copy is in progress.
-        """
+        """Call the hooks before writing to anything that a checkpoint saves. Cheap when no copy is
+        in progress."""
         for reader in self._readers:
             reader()
 
@@ -46,21 +43,16 @@ class StagingBuffers:
         self._stream: torch.cuda.Stream | None = None
 
     def start(self) -> None:
-        """Called by the training thread before a thread calls `of`.
-
-        The copy holds everything computed until now, and `wait` blocks from now on.
-        """
+        """Called by the training thread before a thread calls `stage`. The copy holds everything
+        computed until now, and `wait` blocks from now on."""
         self._copied.clear()
         if self._on_cuda:
             self._stream = self._stream or torch.cuda.Stream()
             self._stream.wait_stream(torch.cuda.current_stream())
 
     def stage(self, boxes: Boxes) -> Boxes:
-        """Return copies that do not change as training continues.
-
-        Raises RuntimeError or MemoryError if host memory is insufficient; the staging memory is
-        freed then.
-        """
+        """Return copies that do not change as training continues. Raises RuntimeError or
+        MemoryError if host memory is insufficient; the staging memory is freed then."""
         try:
             with self._on_copy_stream():
                 return self._copy(boxes)
@@ -71,14 +63,19 @@ class StagingBuffers:
             self._copied.set()
 
     def wait(self) -> None:
-        """Wait until the copy has ended or failed."""
         self._copied.wait()
 
     def _copy(self, boxes: Boxes) -> Boxes:
-        copied = {
-            name: [ShardView(box.full_shape, box.offsets, self._buffer(name, box)) for box in parts]
-            for name, parts in boxes.items()
-        }
+        copied: dict[str, list[ShardView]] = {}
+        for name, parts in boxes.items():
+            for box in parts:
+                key = name, box.offsets
+                if key not in self._memory:
+                    self._memory[key] = torch.empty(
+                        box.data.shape, dtype=box.dtype, device="cpu", pin_memory=self._on_cuda
+                    )
+                view = ShardView(box.full_shape, box.offsets, self._memory[key])
+                copied.setdefault(name, []).append(view)
         into = [box.data for parts in copied.values() for box in parts]
         data = [box.data for parts in boxes.values() for box in parts]
         if data:
@@ -88,7 +85,6 @@ class StagingBuffers:
 
     @contextmanager
     def _on_copy_stream(self) -> Iterator[None]:
-        """Context manager: run on the copy stream and synchronize at the end."""
         if self._stream:
             # A new thread's device is 0, where it would create a context.
             torch.cuda.set_device(self._stream.device)
@@ -96,11 +92,3 @@ class StagingBuffers:
             yield
             if self._stream:
                 self._stream.synchronize()
-
-    def _buffer(self, name: str, box: ShardView) -> torch.Tensor:
-        key = name, box.offsets
-        if key not in self._memory:
-            self._memory[key] = torch.empty(
-                box.data.shape, dtype=box.dtype, device="cpu", pin_memory=self._on_cuda
-            )
-        return self._memory[key]

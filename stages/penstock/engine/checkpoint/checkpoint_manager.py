@@ -61,10 +61,8 @@ class CheckpointManager:
         naming: CheckpointNaming = DEFAULT,
         group: dist.ProcessGroup | None = None,
     ) -> None:
-        """`behind` writes asynchronously; `limit` keeps so many of the newest checkpoints.
-
-        `group` is a gloo group of all ranks used for nothing else. None: create one.
-        """
+        """`behind` writes asynchronously; `limit` keeps so many of the newest checkpoints; `group`
+        is a gloo group of all ranks used for nothing else (None: create one)."""
         self.root, self._trained, self._ranks = root, trained, ranks
         self._limit, self._naming = limit, naming
         self._started_from: Path | None = None
@@ -80,9 +78,8 @@ class CheckpointManager:
         self._failure: BaseException | None = None
 
     def load(self, folder: Path, *, states: States = "read") -> dict[str, Any]:
-        """Restore the training state from a complete checkpoint, and return its state.json.
-
-        That checkpoint is never deleted by `limit`.
+        """Restore the training state from a complete checkpoint, which `limit` never deletes, and
+        return its state.json.
 
         Raises ArtifactError as `require_loadable`, and if it is damaged or of another model; part
         of the state may have been restored then.
@@ -100,8 +97,10 @@ class CheckpointManager:
         """
         state, optimizer = read_state(folder), _name_of(self._trained.optimizer)
         with understanding(folder):
-            saved_optimizer = str(state["optimizer"])
-            kind = _kind_of(state, CheckpointFiles(folder))
+            saved_optimizer, kind = str(state["optimizer"]), ADAPTERS
+            if not state["adapter_only"]:
+                names = CheckpointFiles(folder).read_metadata().state_dict_metadata
+                kind = MERGED if any(map(parse_lora_name, names)) else MODEL
         if states == "read" and saved_optimizer != optimizer:
             raise ArtifactError(
                 f"{folder} was trained with {saved_optimizer}, and this run's optimizer is "
@@ -119,26 +118,34 @@ class CheckpointManager:
         previous write failed on any rank.
         """
         self.finish()
+        trained = self._trained
         state = {
             **state,
-            "optimizer": _name_of(self._trained.optimizer),
-            "adapter_only": self._trained.only_trained,
-            "lacks_optimizer": self._lacks_optimizer(),
-            "rounds_weights": self._trained.rounded_to is not None,
-            "compresses_states": self._trained.compresses_states,
+            "optimizer": _name_of(trained.optimizer),
+            "adapter_only": trained.only_trained,
+            # Whether any optimizer state is left out; the same on all ranks.
+            "lacks_optimizer": (
+                trained.states == "left out" and self._ranks.any_rank(trained.has_states)
+            ),
+            "rounds_weights": trained.rounded_to is not None,
+            "compresses_states": trained.compresses_states,
             "digests": ALGORITHM,
         }
         # Views: `pre_update_hooks` lets no weight change before they are copied.
-        boxes = self._trained.boxes()
-        if self._copies is None:
+        boxes = trained.boxes()
+        if (copies := self._copies) is None:
             self._write(step, boxes, state)
             return
-        self._copies.start()
+
+        def save_in_background() -> None:
+            try:
+                self._write(step, self._stage(step, boxes, copies), state)
+            except BaseException as error:  # noqa: BLE001 - raised where training meets it
+                self._failure = error
+
+        copies.start()
         self._thread = threading.Thread(
-            target=self._save_in_background,
-            args=(step, boxes, state, self._copies),
-            name="penstock-checkpoint",
-            daemon=True,
+            target=save_in_background, name="penstock-checkpoint", daemon=True
         )
         self._thread.start()
 
@@ -173,10 +180,8 @@ class CheckpointManager:
 
     def close(self) -> None:
         """Wait for the write in progress and ignore its result, when the run ends with an error
-        anyway.
-
-        The writer threads of all ranks finish among themselves, even if training has failed on one.
-        """
+        anyway."""
+        # The writer threads of all ranks finish among themselves, even if training failed on one.
         if self._thread:
             self._thread.join()
             self._thread = None
@@ -186,14 +191,10 @@ class CheckpointManager:
         return find_checkpoint(step, self.root)
 
     def _require_same_kind(self, folder: Path, saved_kind: str) -> None:
-        """Reject a checkpoint that lacks parts of the model, or has parts that would be dropped
-        silently.
-        """
+        # A checkpoint of another kind lacks parts of the model, or has parts that would be dropped.
         kind = ADAPTERS
         if not self._trained.only_trained:
-            has_adapters = any(
-                parse_lora_name(local_param.name) for local_param in self._trained.params
-            )
+            has_adapters = any(parse_lora_name(param.name) for param in self._trained.params)
             # A pipeline stage may have no adapters.
             kind = MERGED if self._ranks.any_rank(has_adapters) else MODEL
         if saved_kind != kind:
@@ -203,21 +204,7 @@ class CheckpointManager:
                 "as model.model_path."
             )
 
-    def _lacks_optimizer(self) -> bool:
-        """Whether any optimizer state is left out; the same on all ranks."""
-        trained = self._trained
-        return trained.states == "left out" and self._ranks.any_rank(trained.has_states)
-
-    def _save_in_background(
-        self, step: int, boxes: Boxes, state: dict[str, Any], copies: StagingBuffers
-    ) -> None:
-        try:
-            self._write(step, self._stage(step, boxes, copies), state)
-        except BaseException as error:  # noqa: BLE001 - raised where training meets it
-            self._failure = error
-
     def _stage(self, step: int, boxes: Boxes, copies: StagingBuffers) -> Boxes:
-        """Copy the boxes. Raises StageError on all ranks if one has too little memory."""
         copied, fault = boxes, None
         try:
             copied = copies.stage(boxes)
@@ -239,8 +226,11 @@ class CheckpointManager:
         aside = self.root / f"{final.name}{PART}"
         try:
             # An interrupted save of this step may have left files there.
-            self._on_main_process(lambda: _recreate(aside))
-            digests = self._gather_digests(write_boxes(boxes, aside, self._group))
+            self._on_main_process(lambda: (remove(aside), aside.mkdir(parents=True)))
+            written = write_boxes(boxes, aside, self._group)
+            digests_by_rank = [written] * self._ranks.world_size
+            dist.all_gather_object(digests_by_rank, written, group=self._group)
+            digests = {name: digest for own in digests_by_rank for name, digest in own.items()}
             self._on_main_process(lambda: _publish(aside, final, state, digests))
             # Only when the new one is complete: a crash in between leaves one too many.
             self._on_main_process(lambda: self._delete_old(final))
@@ -256,13 +246,7 @@ class CheckpointManager:
                 "  The ones before it are intact; make room in train.output_dir and run again."
             ) from error
 
-    def _gather_digests(self, written: dict[str, FileDigest]) -> dict[str, FileDigest]:
-        """The digests of the files of all ranks."""
-        digests_by_rank: list[dict[str, FileDigest]] = [written] * self._ranks.world_size
-        dist.all_gather_object(digests_by_rank, written, group=self._group)
-        return {name: digest for digests in digests_by_rank for name, digest in digests.items()}
-
-    def _on_main_process(self, act: Callable[[], None]) -> None:
+    def _on_main_process(self, act: Callable[[], object]) -> None:
         """Run `act` on rank 0 while the others wait. All raise OSError if it failed."""
         outcome: list[OSError | None] = [OSError("rank 0 failed")]
         try:
@@ -295,19 +279,8 @@ class CheckpointManager:
                 remove(folder.rename(aside))
 
 
-def _kind_of(state: dict[str, Any], files: CheckpointFiles) -> str:
-    if state["adapter_only"]:
-        return ADAPTERS
-    return MERGED if any(map(parse_lora_name, files.read_metadata().state_dict_metadata)) else MODEL
-
-
 def _name_of(optimizer: torch.optim.Optimizer) -> str:
     return type(optimizer).__name__.lower()
-
-
-def _recreate(folder: Path) -> None:
-    remove(folder)
-    folder.mkdir(parents=True)
 
 
 def _publish(
@@ -324,7 +297,6 @@ def _publish(
 
 
 def _explain_write_error(error: BaseException, folder: Path) -> str:
-    """The reason in one sentence, with the free space if the disk is full."""
     cause = first_rank_error(error)
     if is_full_disk(cause):
         with suppress(OSError):

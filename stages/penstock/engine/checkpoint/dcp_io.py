@@ -55,7 +55,6 @@ class ShardView:
     offsets: tuple[int, ...]
     data: torch.Tensor
     rounded_to: torch.dtype | None = None
-    """The dtype in the file; None: the dtype of `data`."""
 
     @property
     def dtype(self) -> torch.dtype:
@@ -64,7 +63,6 @@ class ShardView:
 
     @property
     def chunk(self) -> ChunkStorageMetadata:
-        """The box as a DCP chunk."""
         return ChunkStorageMetadata(torch.Size(self.offsets), self.data.size())
 
 
@@ -80,12 +78,10 @@ def whole_box(tensor: torch.Tensor) -> ShardView:
 def write_boxes(
     boxes: Boxes, folder: Path, group: dist.ProcessGroup | None
 ) -> dict[str, FileDigest]:
-    """Write what all ranks of the group hold; a collective call.
+    """Write what all ranks of the group hold. Collective. Returns the digests of the files that
+    this rank wrote, by name.
 
-    Returns the digests of the files that this rank wrote, by name.
-
-    A box that several ranks hold is written by one of them, balanced so that all write about as
-    much.
+    A box that several ranks hold is written by one of them, so that all write about as much.
     """
     writer = _Writer(folder)
     dcp.save(dict(boxes), storage_writer=writer, planner=_Saving(), process_group=group)
@@ -108,7 +104,13 @@ def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
         if wrong := [box.full_shape for box in parts if box.full_shape != saved_shape]:
             fault = f"holds {name} as {saved_shape}, and the model makes it {wrong[0]}"
             raise _other_model(files, fault)
-        reads += _reads(files, name, entry, parts)
+        # Which part of each stored box goes where.
+        chunks = [box.chunk for box in parts]
+        reads_of_tensor = create_read_items_for_chunk_list(name, entry, chunks)
+        require_all_read(
+            files, name, sum(math.prod(read.lengths) for read in reads_of_tensor), parts
+        )
+        reads += reads_of_tensor
     with warnings.catch_warnings():
         # Each rank knows what it reads without communication; the library warns about that.
         warnings.filterwarnings("ignore", message="torch.distributed is disabled")
@@ -128,19 +130,15 @@ def first_rank_error(error: BaseException) -> BaseException:
     return next(iter(failures.values()))[0] if failures else error
 
 
-def _reads(
-    files: CheckpointFiles, name: str, entry: TensorStorageMetadata, parts: Sequence[ShardView]
-) -> list[ReadItem]:
-    """The DCP read items: which part of each stored box goes where."""
-    reads = create_read_items_for_chunk_list(name, entry, [box.chunk for box in parts])
-    count = sum(box.data.numel() for box in parts)
-    saved = sum(math.prod(read.lengths) for read in reads)
-    if saved != count:
+def require_all_read(
+    files: CheckpointFiles, name: str, saved: int, boxes: Sequence[ShardView]
+) -> None:
+    """Raise ArtifactError unless the checkpoint has as many elements of a tensor as these boxes."""
+    if saved != (count := sum(box.data.numel() for box in boxes)):
         raise ArtifactError(
             f"The checkpoint {files.folder} holds {saved} of {count} numbers of {name}.\n"
             "  Take another checkpoint of the run."
         )
-    return reads
 
 
 def _other_model(files: CheckpointFiles, fault: str) -> ArtifactError:
@@ -157,13 +155,24 @@ class _Saving(DefaultSavePlanner):
         super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
 
     def create_local_plan(self) -> SavePlan:
-        """This rank's boxes, each once; the coordinator deduplicates across ranks."""
-        items = [_write_item(name, box) for name, parts in self.state_dict.items() for box in parts]
-        # Two parameters of a rank may be the same box.
-        return SavePlan(list({item.index: item for item in items}.values()))
+        items: dict[MetadataIndex, WriteItem] = {}
+        for name, parts in self.state_dict.items():
+            for box in parts:
+                index = MetadataIndex(name, box.offsets)
+                # Only the dtype: other properties in memory must not change the file.
+                properties = TensorProperties(dtype=box.dtype)
+                size = torch.Size(box.full_shape)
+                # By index, as two parameters of a rank may be the same box; the coordinator
+                # deduplicates across ranks.
+                items[index] = WriteItem(
+                    index=index,
+                    # A shard even if it is the full tensor: several ranks may hold it.
+                    type=WriteItemType.SHARD,
+                    tensor_data=TensorWriteData(box.chunk, properties, size),
+                )
+        return SavePlan(list(items.values()))
 
     def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of the box to write."""
         parts: Sequence[ShardView] = self.state_dict[index.fqn]
         box = next(box for box in parts if torch.Size(box.offsets) == index.offset)
         return box.data.to(box.dtype)
@@ -182,33 +191,16 @@ class _Loading(DefaultLoadPlanner):
         metadata: Metadata | None = None,
         is_coordinator: bool = False,
     ) -> None:
-        """Store the tensors to read into."""
         self.state_dict = dict(state_dict)
         self.metadata, self.is_coordinator = metadata, is_coordinator
 
     def create_local_plan(self) -> LoadPlan:
-        """The reads."""
         return LoadPlan(self._reads)
 
     def lookup_tensor(self, index: MetadataIndex) -> torch.Tensor:
-        """The data of the box to read into."""
         assert index.index is not None
         # By index: two parameters of one rank may be the same box.
         return self.state_dict[index.fqn][index.index].data
-
-
-def _write_item(name: str, box: ShardView) -> WriteItem:
-    return WriteItem(
-        index=MetadataIndex(name, box.offsets),
-        # A shard even if it is the full tensor: several ranks may hold it.
-        type=WriteItemType.SHARD,
-        tensor_data=TensorWriteData(
-            chunk=box.chunk,
-            # Only the dtype: other properties in memory must not change the file.
-            properties=TensorProperties(dtype=box.dtype),
-            size=torch.Size(box.full_shape),
-        ),
-    )
 
 
 class _Writer(FileSystemWriter):
@@ -249,7 +241,6 @@ class _DigestedFiles(FileSystem):
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        """Open the file in this mode."""
         with super().create_stream(path, mode) as raw:
             if mode != "wb":
                 yield raw
@@ -259,7 +250,6 @@ class _DigestedFiles(FileSystem):
             self.digests[Path(path).name] = stream.digester.result()
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file and its digest."""
         super().rename(path, new_path)
         # DCP writes `.metadata` under another name first.
         self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
@@ -281,7 +271,6 @@ class _DigestedStream:
         return count
 
     def flush(self) -> None:
-        """Flush. Raises OSError that names the file."""
         with self._noted():
             self._raw.flush()
 

@@ -20,10 +20,8 @@ STATE = "state.json"
 BEST = "best"
 """The file with the name of the best checkpoint."""
 BEST_MARK = "BEST"
-"""A marker file in the best checkpoint and in former best ones; the newest is the best.
-
-It identifies the best one where only file names are visible.
-"""
+"""A marker file in the best checkpoint and in former best ones; the newest is the best. It
+identifies the best one where only file names are visible."""
 REPLACED = f".replaced{PART}"
 """Suffix of a checkpoint while another one takes its place."""
 DAMAGED = "damaged"
@@ -39,14 +37,11 @@ class CheckpointNaming:
     template: str = GLOBAL_STEP
 
     def name(self, step: int, state: Mapping[str, Any]) -> str:
-        """The name of the checkpoint of this step with this `state.json`."""
         return self.template.format(step=step, consumed_samples=state.get("rows", 0))
 
     def step_of(self, name: str) -> int | None:
-        """The step of a checkpoint with this name; None for other names.
-
-        Also accepts the default naming, for checkpoints saved before `train.ckpt_name` was set.
-        """
+        """The step of a checkpoint with this name; None for other names."""
+        # Also by the default naming, for checkpoints saved before `train.ckpt_name` was set.
         steps = (step_in(template, name) for template in (self.template, GLOBAL_STEP))
         return next((step for step in steps if step is not None), None)
 
@@ -57,10 +52,8 @@ def checkpoint_naming(train: TrainConfig) -> CheckpointNaming:
 
 
 def read_state(folder: Path) -> dict[str, Any]:
-    """Read the `state.json` of a complete checkpoint.
-
-    Raises ArtifactError if the checkpoint is incomplete or the file damaged.
-    """
+    """Read the `state.json` of a complete checkpoint. Raises ArtifactError if the checkpoint is
+    incomplete or the file damaged."""
     if not (folder / COMPLETE).is_file():
         raise ArtifactError(
             f"{folder} is not a complete checkpoint: it has no {COMPLETE}.\n"
@@ -116,10 +109,8 @@ def in_brief(faults: Sequence[str]) -> str:
 
 @contextmanager
 def understanding(folder: Path) -> Generator[None]:
-    """Context manager around uses of `state.json`: raises ArtifactError if its content is invalid.
-
-    Invalid content is possible in a damaged checkpoint without digests.
-    """
+    """Context manager around uses of `state.json`: raises ArtifactError if its content is invalid,
+    as in a damaged checkpoint without digests."""
     try:
         yield
     except (KeyError, TypeError, ValueError, AttributeError, RuntimeError) as error:
@@ -128,10 +119,7 @@ def understanding(folder: Path) -> Generator[None]:
 
 def set_damaged_aside(folder: Path) -> Path:
     """Move a damaged checkpoint to `damaged/` beside it, where none is searched, and return its
-    path.
-
-    Raises OSError if it cannot be moved.
-    """
+    path. Raises OSError if it cannot be moved."""
     target, number = folder.parent / DAMAGED / folder.name, 1
     while target.exists():
         number += 1
@@ -151,18 +139,15 @@ def complete_checkpoints(root: Path) -> list[Path]:
 
 
 def checkpoint_step(folder: Path) -> int:
-    """The step of a complete checkpoint, from its name if possible.
-
-    `state.json` is long with many ranks.
-
-    A checkpoint whose step is unknown counts as the newest, so that it is checked first.
-    """
+    """The step of a complete checkpoint, from its name if possible."""
+    # `state.json` is long with many ranks.
     step = step_in(GLOBAL_STEP, folder.name)
     if step is not None:
         return step
     try:
         return int(read_state(folder)["step"])
     except (ArtifactError, KeyError):
+        # As the newest, so that it is checked first.
         return sys.maxsize
 
 
@@ -174,19 +159,13 @@ def find_checkpoint(step: int, root: Path) -> Path | None:
 
 
 def newest_checkpoint(root: Path, keys: Sequence[str]) -> Path | None:
-    """The newest complete checkpoint under `root` of a run with one of these keys, or one that may
-    be.
-
-    A checkpoint too damaged to identify counts as this run's.
-    """
+    """The newest complete checkpoint under `root` that `may_belong_to` a run with these keys."""
     newest_first = reversed(complete_checkpoints(root))
     return next((folder for folder in newest_first if may_belong_to(keys, folder)), None)
 
 
 def may_belong_to(keys: Sequence[str], folder: Path) -> bool:
-    """Whether a complete checkpoint belongs to a run with one of these keys, or is too damaged to
-    identify.
-    """
+    """Whether a complete checkpoint is of a run with one of these keys, or too damaged to tell."""
     try:
         return read_state(folder).get("key") in keys
     except ArtifactError:
@@ -200,10 +179,6 @@ def clean_partial_saves(root: Path) -> None:
 
 
 def _verified_state(folder: Path) -> tuple[dict[str, Any], FolderDigests | None]:
-    """`state.json` and the digests of all files, or None if it was saved without digests.
-
-    Raises DamagedError.
-    """
     digests = FolderDigests.read(folder)
     try:
         state = json.loads(read_file(folder, STATE))

@@ -15,14 +15,18 @@ from typing import cast
 
 import torch
 
-from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint.dcp_io import Boxes, ShardView, read_boxes, whole_box
+from penstock.engine.checkpoint.dcp_io import (
+    Boxes,
+    ShardView,
+    read_boxes,
+    require_all_read,
+    whole_box,
+)
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.optim.quantized_states import (
     MOMENTS,
     Compressed,
     Form,
-    Moment,
     dequantize_states,
     quantize_states,
     size_in,
@@ -31,12 +35,13 @@ from penstock.optim.quantized_states import (
 BOX_NAME = re.compile(r"(.+)@(int8|int4)@([\d,]+)@([\d,]+)@codes")
 
 
-def compressed_boxes(name: str, box: ShardView, form: Form) -> Iterator[tuple[str, ShardView]]:
-    """The boxes to write in place of this one: codes and scales for a moment of AdamW, otherwise
-    the box itself.
-    """
+def compressed_boxes(
+    name: str, box: ShardView, form: Form | None
+) -> Iterator[tuple[str, ShardView]]:
+    """The boxes to write in place of this one: with a form, codes and scales for a moment of AdamW;
+    otherwise the box itself."""
     moment = MOMENTS.get(name.rpartition(".")[2])
-    if moment is None or box.data.dim() == 0:
+    if form is None or moment is None or box.data.dim() == 0:
         yield name, box
     elif box.data.numel():
         part = _QuantizedBox(name, form, box.offsets, tuple(box.data.shape))
@@ -57,10 +62,7 @@ class QuantizedStates:
 
     def read(self, boxes: Boxes) -> Boxes:
         """Fill, in place, the boxes of tensors that are quantized in the checkpoint, and return the
-        others.
-
-        Raises ArtifactError if the checkpoint lacks part of a tensor.
-        """
+        others. Raises ArtifactError if the checkpoint lacks part of a tensor."""
         plain_boxes: dict[str, Sequence[ShardView]] = {}
         for name, requested in boxes.items():
             if name in self._parts:
@@ -85,7 +87,11 @@ class QuantizedStates:
         self, name: str, parts: Sequence["_QuantizedBox"], boxes: Sequence[ShardView]
     ) -> None:
         needed = [part for part in parts if any(part.overlaps(box) for box in boxes)]
-        empty = {part: part.empty() for part in needed}
+        empty: dict[_QuantizedBox, Compressed] = {}
+        for part in needed:
+            codes, blocks = size_in(part.form, prod(part.shape))
+            # Scales: the value of code 0 and the step, of each block.
+            empty[part] = Compressed(torch.empty(codes, dtype=torch.uint8), torch.empty(blocks, 2))
         read_boxes(
             {
                 f"{part}@{leaf}": [whole_box(tensor)]
@@ -96,21 +102,14 @@ class QuantizedStates:
         )
         filled = 0
         for part, compressed in empty.items():
-            values = dequantize_states(compressed, prod(part.shape), part.moment, part.form).view(
-                part.shape
-            )
-            filled += sum(part.copy(values, box) for box in boxes)
-        if filled != (count := sum(box.data.numel() for box in boxes)):
-            raise ArtifactError(
-                f"The checkpoint {self.files.folder} holds {filled} of {count} numbers of {name}."
-                "\n  Take another checkpoint of the run."
-            )
+            moment = MOMENTS[name.rpartition(".")[2]]
+            flat = dequantize_states(compressed, prod(part.shape), moment, part.form)
+            filled += sum(part.copy(flat.view(part.shape), box) for box in boxes)
+        require_all_read(self.files, name, filled, boxes)
 
 
 @dataclass(frozen=True)
 class _QuantizedBox:
-    """A quantized box of a tensor."""
-
     name: str
     form: Form
     offsets: tuple[int, ...]
@@ -120,19 +119,7 @@ class _QuantizedBox:
         offsets, shape = (",".join(map(str, numbers)) for numbers in (self.offsets, self.shape))
         return f"{self.name}@{self.form}@{offsets}@{shape}"
 
-    @property
-    def moment(self) -> Moment:
-        """The AdamW moment that it belongs to."""
-        return MOMENTS[self.name.rpartition(".")[2]]
-
-    def empty(self) -> Compressed:
-        """Allocate memory to read it into."""
-        codes, blocks = size_in(self.form, prod(self.shape))
-        # Scales: the value of code 0 and the step, of each block.
-        return Compressed(torch.empty(codes, dtype=torch.uint8), torch.empty(blocks, 2))
-
     def overlaps(self, box: ShardView) -> bool:
-        """Whether it overlaps the box."""
         return all(begin < end for begin, end in self._overlap(box))
 
     def copy(self, values: torch.Tensor, box: ShardView) -> int:
@@ -151,7 +138,6 @@ class _QuantizedBox:
         return prod(end - begin for begin, end in shared)
 
     def _overlap(self, box: ShardView) -> list[tuple[int, int]]:
-        """The overlap with the box along every dimension."""
         return [
             (max(start, other_start), min(start + size, other_start + other_size))
             for start, size, other_start, other_size in zip(

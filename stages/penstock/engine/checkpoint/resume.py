@@ -54,7 +54,11 @@ def find_checkpoint_faults(folder: Path, ranks: ProcessInfo) -> list[str]:
         progress=lambda: ranks.heartbeat.set_phase(VERIFYING),
     )
     if not faults and ranks.is_main_process:
-        faults = _faults_without_digests(folder)
+        # All that can be checked of a checkpoint without digests.
+        try:
+            faults = CheckpointFiles(folder).file_faults()
+        except ArtifactError as error:
+            faults = [str(error.__cause__ or error)]
     return sorted({fault for rank_faults in ranks.all_gather(faults) for fault in rank_faults})
 
 
@@ -75,11 +79,8 @@ def newest_whole_checkpoint(
     """
     if ranks.is_main_process:
         restore_replaced(root, REPLACED)
-    names = (
-        [path.name for path in reversed(complete_checkpoints(root))]
-        if ranks.is_main_process
-        else []
-    )
+    folders = reversed(complete_checkpoints(root)) if ranks.is_main_process else ()
+    names = [path.name for path in folders]
     damaged: dict[str, list[str]] = {}
     unusable: dict[str, list[str]] = {}
     chosen: Path | None = None
@@ -95,21 +96,18 @@ def newest_whole_checkpoint(
         else:
             chosen = folder
             break
-    if chosen is None and (damaged or unusable):
-        raise _all_damaged_error(root, damaged | unusable)
+    if chosen is None and (faults_by_name := damaged | unusable):
+        lines = "".join(f"\n    {name}: {in_brief(some)}" for name, some in faults_by_name.items())
+        raise ArtifactError(
+            f"no checkpoint in {root} is valid:{lines}\n"
+            "  Restore these files from a copy, or start from scratch with --fresh."
+        )
     if ranks.is_main_process:
         clean_partial_saves(root)
         for line in _report_skipped(root, chosen, damaged, unusable):
             warn(line)
     ranks.barrier()
     return chosen
-
-
-def _faults_without_digests(folder: Path) -> list[str]:
-    try:
-        return CheckpointFiles(folder).file_faults()
-    except ArtifactError as error:
-        return [str(error.__cause__ or error)]
 
 
 def _faults_of_needed(folder: Path, ranks: ProcessInfo, needs: Needs) -> list[str]:
@@ -149,11 +147,3 @@ def _report_skipped(
         if is_incomplete and folder.name != DAMAGED and checkpoint_step(folder) > newest:
             lines.append(f"checkpoint {folder.name} has no {COMPLETE} and is skipped; {end}")
     return lines
-
-
-def _all_damaged_error(root: Path, faults: Mapping[str, Sequence[str]]) -> ArtifactError:
-    lines = "".join(f"\n    {name}: {in_brief(listed)}" for name, listed in faults.items())
-    return ArtifactError(
-        f"no checkpoint in {root} is valid:{lines}\n"
-        "  Restore these files from a copy, or start from scratch with --fresh."
-    )

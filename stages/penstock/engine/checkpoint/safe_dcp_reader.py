@@ -74,12 +74,8 @@ class CheckpointFiles(FileSystemReader):
         return self._contents
 
     def file_faults(self) -> list[str]:
-        """The files that are missing or shorter than the metadata says.
-
-        Without digests nothing more can be checked.
-
-        Raises ArtifactError as `read_metadata`.
-        """
+        """The files that are missing or shorter than the metadata says. Raises ArtifactError as
+        `read_metadata`."""
         ends: dict[str, int] = defaultdict(int)
         for info in self.read_metadata().storage_data.values():
             ends[info.relative_path] = max(ends[info.relative_path], info.offset + info.length)
@@ -110,7 +106,6 @@ class CheckpointFiles(FileSystemReader):
 
 
 def _require_inside(metadata: object) -> None:
-    """Raise DamagedError if it is no metadata, or names files outside the folder."""
     if not isinstance(metadata, Metadata):
         raise _invalid(f"it holds a {type(metadata).__name__}")
     for info in metadata.storage_data.values():
@@ -120,7 +115,6 @@ def _require_inside(metadata: object) -> None:
 
 
 def _require_sound(metadata: Metadata) -> None:
-    """Raise DamagedError unless the metadata gives the file and bytes of every tensor."""
     stored = cast("dict[Any, Any]", metadata.storage_data)
     for info in stored.values():
         if not _are_counts([info.offset, info.length]) or info.transform_descriptors:
@@ -137,9 +131,8 @@ def _require_sound(metadata: Metadata) -> None:
 
 def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, Any]) -> None:
     properties, size = entry.properties, entry.size
-    if not isinstance(properties, TensorProperties) or not isinstance(
-        properties.dtype, torch.dtype
-    ):
+    dtype = properties.dtype if isinstance(properties, TensorProperties) else None
+    if not isinstance(dtype, torch.dtype):
         raise _invalid(f"it does not say the dtype of {name}")
     if not isinstance(size, torch.Size):
         raise _invalid(f"it does not say the shape of {name}")
@@ -149,7 +142,7 @@ def _require_tensor(name: str, entry: TensorStorageMetadata, stored: dict[Any, A
             raise _invalid(f"a part of {name} lies outside of it")
         info = stored.get(MetadataIndex(name, chunk.offsets))
         count = prod(chunk.sizes)
-        if info is None or info.length < count * properties.dtype.itemsize:
+        if info is None or info.length < count * dtype.itemsize:
             raise _invalid(f"it does not say where all of {name} lies")
         num_saved += count
     if num_saved < prod(size):
@@ -201,6 +194,6 @@ class _Unpickler(_AllowedNames, pickle.Unpickler):
     """For bytes that a digest has verified."""
 
 
-# A flipped bit makes the C unpickler allocate memory for four billion objects.
+# In Python, as a flipped bit makes the C unpickler allocate memory for four billion objects.
 class _CarefulUnpickler(_AllowedNames, pickle._Unpickler):  # pyright: ignore[reportPrivateUsage, reportAttributeAccessIssue, reportUntypedBaseClass]
     """For unverified bytes."""

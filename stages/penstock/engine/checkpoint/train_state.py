@@ -35,10 +35,6 @@ States = Literal["read", "passed over"]
 """What to do with a checkpoint's optimizer states."""
 
 
-def _all_of_them(boxes: Boxes) -> Boxes:
-    return boxes
-
-
 @dataclass(frozen=True)
 class TrainState:
     """The model's parameters and the optimizer's state, as this rank holds them."""
@@ -57,12 +53,11 @@ class TrainState:
     pre_update_hooks: PreUpdateHooks = field(default_factory=PreUpdateHooks)
     """The hooks called before any of it is modified."""
     rounded_to: torch.dtype | None = None
-    """The dtype in which weights are saved; None: the dtype of the parameters."""
+    """The dtype in which weights are saved, but those with ids in `exact`; None: their own."""
     exact: Set[int] = frozenset()
-    """The ids of parameters that are not rounded."""
     compressed_to: Form | None = None
     """The format in which AdamW's moments are saved; None: unquantized."""
-    cut: Callable[[Boxes], Boxes] = _all_of_them
+    cut: Callable[[Boxes], Boxes] = lambda boxes: boxes
     """Selects which of the boxes a checkpoint has."""
 
     @property
@@ -78,10 +73,10 @@ class TrainState:
     @torch.no_grad()
     def boxes(self) -> Boxes:
         """Views of everything that is saved."""
-        if self.states == "left out":
-            return self.cut(_gathered(self._parameters()))
-        saved = self._all() if self.compressed_to is None else self._compressed()
-        return self.cut(_gathered(saved))
+        saved = [*self._parameters()]
+        for name, box in self._states() if self.states == "saved" else ():
+            saved += compressed_boxes(name, box, self.compressed_to)
+        return self.cut(_by_name(saved))
 
     @torch.no_grad()
     def restore(self, files: CheckpointFiles, *, states: States = "read") -> None:
@@ -95,7 +90,8 @@ class TrainState:
                 self.left_to_base.discard(id(param.parameter))
         if states == "read":
             self._make_states(files)
-        boxes = self.cut(_gathered(self._all() if states == "read" else self._parameters()))
+        saved = [*self._parameters(), *(self._states() if states == "read" else ())]
+        boxes = self.cut(_by_name(saved))
         if states == "passed over":
             # A run that froze parts of the vision part has left these as they are in the base.
             boxes = {
@@ -105,30 +101,18 @@ class TrainState:
             }
         read_boxes(QuantizedStates(files).read(boxes), files)
 
-    def _kept(self) -> Iterator[LocalParam]:
-        for local_param in self.params:
-            is_left = id(local_param.parameter) in self.left_to_base
-            if local_param.parameter.requires_grad or not (self.only_trained or is_left):
-                yield local_param
-
     def _optimizer_params(self) -> Sequence[LocalParam]:
         return self.params if self.stepped is None else self.stepped
 
-    def _all(self) -> Iterator[tuple[str, ShardView]]:
-        yield from self._parameters()
-        yield from self._states()
-
-    def _compressed(self) -> Iterator[tuple[str, ShardView]]:
-        yield from self._parameters()
-        assert self.compressed_to is not None
-        for name, box in self._states():
-            yield from compressed_boxes(name, box, self.compressed_to)
-
     def _parameters(self) -> Iterator[tuple[str, ShardView]]:
-        for local_param in self._kept():
+        for local_param in self.params:
+            number = id(local_param.parameter)
+            is_left_out = self.only_trained or number in self.left_to_base
+            if is_left_out and not local_param.parameter.requires_grad:
+                continue
             part = local(local_param.parameter.detach())
             # Codes of quantized weights are integers.
-            is_rounded = part.is_floating_point() and id(local_param.parameter) not in self.exact
+            is_rounded = part.is_floating_point() and number not in self.exact
             yield from _boxes(local_param, part, MODEL, "", self.rounded_to if is_rounded else None)
 
     def _states(self) -> Iterator[tuple[str, ShardView]]:
@@ -141,14 +125,15 @@ class TrainState:
                     yield from _state_boxes(local_param, f".{name}", local(value), part)
 
     def _make_states(self, files: CheckpointFiles) -> None:
-        """Make the optimizer create its states with a step of zero gradients at learning rate 0.
-
-        Only the optimizer knows the shape of its states. They are all overwritten by the checkpoint
-        afterwards.
-        """
-        saved_states = _states(files)
+        """Make the optimizer create its states with a step of zero gradients at learning rate 0."""
+        # Only the optimizer knows their shapes. The checkpoint overwrites all of them afterwards.
+        with_states = {
+            parse_tensor_name(key).removeprefix(OPTIMIZER).rpartition(".")[0]
+            for key, entry in files.read_metadata().state_dict_metadata.items()
+            if key.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata)
+        }
         for local_param in self._optimizer_params():
-            if local_param.shards and saved_states.get(local_param.shards[0].tensor):
+            if local_param.shards and local_param.shards[0].tensor in with_states:
                 parameter = local_param.parameter
                 parameter.grad = torch.zeros_like(parameter, dtype=parameter.grad_dtype)
         # Copies: `set_lr` fills a rate that is a tensor in place.
@@ -160,24 +145,19 @@ class TrainState:
             group["lr"] = rate
 
 
-def _gathered(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
-    """Group by name, sorted, so that the order of optimizer states does not matter."""
+def _by_name(boxes: Iterable[tuple[str, ShardView]]) -> Boxes:
     boxes_by_name: dict[str, list[ShardView]] = {}
     for name, box in boxes:
         boxes_by_name.setdefault(name, []).append(box)
+    # Sorted, so that the order of optimizer states does not matter.
     return dict(sorted(boxes_by_name.items()))
 
 
 def _state_boxes(
     local_param: LocalParam, end: str, value: torch.Tensor, like: torch.Tensor
 ) -> Iterator[tuple[str, ShardView]]:
-    """The boxes of an optimizer state.
-
-    It has the parameter's shape, is a scalar, or is one tensor for the whole parameter.
-
-    The last goes by the name of the parameter's first tensor. Optimizers with such states are
-    rejected if ranks hold parts of parameters.
-    """
+    """The boxes of an optimizer state, which has the parameter's shape, is a scalar, or is one
+    tensor for the whole parameter."""
     flatten = getattr(value, "__tensor_flatten__", None)
     if flatten is not None:
         for part in flatten()[0]:
@@ -185,11 +165,10 @@ def _state_boxes(
             yield from _state_boxes(local_param, f"{end}_{part}", getattr(value, part), like[:0])
     elif value.shape == like.shape:
         yield from _boxes(local_param, value, OPTIMIZER, end)
-    elif value.dim():
-        for piece in local_param.shards[:1]:
-            yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
     else:
-        for piece in local_param.shards:
+        # One tensor goes by the name of the first. Optimizers with such states are rejected if
+        # ranks hold parts of parameters.
+        for piece in local_param.shards[:1] if value.dim() else local_param.shards:
             yield f"{OPTIMIZER}{piece.tensor}{end}", whole_box(value)
 
 
@@ -201,12 +180,9 @@ def _boxes_of_tensors(
     for piece in local_param.shards:
         numbers = numbers_of(piece)
         own, start = value[start : start + len(numbers)], start + len(numbers)
-        is_stack = len(piece.full_shape) == 3
-        box = (
-            ShardView(piece.full_shape[:1], (numbers.start,), own)
-            if is_stack
-            else whole_box(own[0])
-        )
+        box = whole_box(own[0])
+        if len(piece.full_shape) == 3:
+            box = ShardView(piece.full_shape[:1], (numbers.start,), own)
         yield f"{OPTIMIZER}{piece.tensor}{end}", box
 
 
@@ -220,13 +196,3 @@ def _boxes(
     for piece in local_param.shards:
         box = ShardView(piece.full_shape, piece.offsets, piece.view(part), rounded_to)
         yield f"{begin}{piece.tensor}{end}", box
-
-
-def _states(files: CheckpointFiles) -> dict[str, dict[str, TensorStorageMetadata]]:
-    """The optimizer states in a checkpoint, by tensor name and state name."""
-    states_by_tensor: dict[str, dict[str, TensorStorageMetadata]] = {}
-    for key, entry in files.read_metadata().state_dict_metadata.items():
-        if key.startswith(OPTIMIZER) and isinstance(entry, TensorStorageMetadata):
-            tensor, _, name = parse_tensor_name(key).removeprefix(OPTIMIZER).rpartition(".")
-            states_by_tensor.setdefault(tensor, {})[name] = entry
-    return states_by_tensor

@@ -7,7 +7,6 @@ from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from itertools import accumulate
-from typing import Protocol
 
 import numpy as np
 import torch
@@ -46,7 +45,7 @@ class ForwardBatch:
     batch: MicroBatch
     after: list[list[DecodingSequence]]
     """The sequences whose next token is sampled after each document, in order, without padding."""
-    segments: Callable[[VarlenMetadata], VarlenMetadata]
+    segments: Callable[[VarlenMetadata], VarlenMetadata] = lambda plain: plain
     """Converts the pass's document boundaries to what attention needs."""
 
     def slots_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
@@ -59,10 +58,8 @@ class ForwardBatch:
         return slots_T
 
     def read(self) -> list[tuple[int, DecodingSequence]]:
-        """The prompts in this pass with requested logprobs.
-
-        Each is the start of its document, and its first sequence.
-        """
+        """The prompts in this pass with requested logprobs: start of the document, and the first
+        sequence, of each."""
         starts = (0, *accumulate(self.batch.lengths))
         return [
             (starts[number], sequences[0])
@@ -74,24 +71,10 @@ class ForwardBatch:
         ]
 
 
-class Passes(Protocol):
-    """The decoding of a replica's sequences."""
-
-    def next_batch(self) -> ForwardBatch | None:
-        """The next pass; None if there is nothing to do."""
-        ...
-
-    def remove_finished(self) -> None:
-        """Remove finished sequences; call it after tokens are added."""
-        ...
-
-
 class KVCachedDecode:
-    """Decoding with a KV cache: each token is computed once.
-
-    Prompts are admitted when there is room, once for all of their sequences admitted together
-    (prefill); the other sequences decode one token per pass.
-    """
+    """Decoding with a KV cache: each token is computed once. Prompts are admitted when there is
+    room, once for all of their sequences admitted together (prefill); the other sequences decode
+    one token per pass."""
 
     def __init__(
         self,
@@ -102,12 +85,13 @@ class KVCachedDecode:
     ) -> None:
         self._waiting, self._limits = deque(sequences), limits
         self._device, self._gather = device, gather
+        # By cache row.
         self._active: list[DecodingSequence] = []
-        """The sequences in the cache, by cache row."""
         self._cache = KVCache(limits.kv_cache_tokens)
 
     def next_batch(self) -> ForwardBatch | None:
-        """Prefill of prompts, if any can be admitted, or a decode step of all sequences."""
+        """Prefill of prompts, if any can be admitted, or a decode step of all sequences; None if
+        there is nothing to do."""
         groups = self._admit()
         if groups:
             self._active += [seq for group in groups for seq in group if seq.needs_kv_cache]
@@ -129,7 +113,6 @@ class KVCachedDecode:
         )
 
     def remove_finished(self) -> None:
-        """Free the cache rows of finished sequences."""
         # Backwards: the last row, which takes the place of a freed one, has been looked at.
         for row in reversed(range(len(self._active))):
             if self._active[row].finish_reason:
@@ -138,7 +121,6 @@ class KVCachedDecode:
                 self._active.pop()
 
     def _admit(self) -> list[list[DecodingSequence]]:
-        """Admit the longest-waiting sequences, grouped by prompt, as many as fit."""
         groups: list[list[DecodingSequence]] = []
         rows = len(self._active)
         longest = max((seq.max_length for seq in self._active), default=0)
@@ -163,10 +145,8 @@ class KVCachedDecode:
 
 
 class FullRecomputeDecode:
-    """Decoding without a KV cache: all tokens are recomputed for each new one.
-
-    For layouts and position encodings that do not support a cache.
-    """
+    """Decoding without a KV cache: all tokens are recomputed for each new one. For layouts and
+    position encodings that do not support a cache."""
 
     def __init__(self, sequences: Sequence[DecodingSequence], limits: Limits) -> None:
         self._sequences, self._limits = list(sequences), limits
@@ -183,27 +163,20 @@ class FullRecomputeDecode:
         if not selected:
             return None
         batch = _prefill_batch(selected, self._limits.pad_to_multiple_of)
-        return ForwardBatch(batch, [[seq] for seq in selected], _identity)
+        return ForwardBatch(batch, [[seq] for seq in selected])
 
     def remove_finished(self) -> None:
-        """Remove finished sequences."""
         self._sequences = [seq for seq in self._sequences if not seq.finish_reason]
 
 
 def padding_pass(pad_to_multiple_of: int) -> ForwardBatch:
     """A pass of only padding, for a replica without work: the others wait for it in every pass."""
-    return ForwardBatch(_prefill_batch([], pad_to_multiple_of), [], _identity)
-
-
-def _identity(plain: VarlenMetadata) -> VarlenMetadata:
-    return plain
+    return ForwardBatch(_prefill_batch([], pad_to_multiple_of), [])
 
 
 def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int) -> MicroBatch:
-    """A decode step: a document of the newest token of each sequence, and one of padding.
-
-    Built directly, because it is built for every token.
-    """
+    """A decode step: a document of the newest token of each sequence, and one of padding."""
+    # Without `collate`, because it is built for every token.
     count = len(sequences)
     padding = -count % pad_to_multiple_of
     ids = [*(seq.tokens[-1] for seq in sequences), *[0] * padding]

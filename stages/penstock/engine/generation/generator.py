@@ -31,7 +31,6 @@ from penstock.engine.generation.batching import (
     FullRecomputeDecode,
     KVCachedDecode,
     Limits,
-    Passes,
     padding_pass,
 )
 from penstock.engine.generation.logprobs import PromptLogprobs, TopLogprobs
@@ -58,22 +57,9 @@ class NotFiniteError(PenstockError):
     """The model's logits are NaN or infinite."""
 
 
-Between = Callable[[], None]
-"""Called on every rank before each pass. An exception, raised on all ranks, ends the generation."""
-
-
-def _no_callback() -> None:
-    """Do nothing between passes."""
-
-
 OnToken = Callable[[int, int], None]
 """Called on every rank with the prompt's index and each sampled token, as soon as it is known: for
-streaming.
-"""
-
-
-def _no_stream(_prompt: int, _token: int) -> None:
-    """Do not stream tokens."""
+streaming."""
 
 
 class PassResults(NamedTuple):
@@ -81,8 +67,7 @@ class PassResults(NamedTuple):
 
     samples: torch.Tensor
     """For each sequence the next token, its log-prob, and whether the logits are non-finite: fp64
-    [3, sequences]; -inf if this pass or rank samples none.
-    """
+    [3, sequences]; -inf if this pass or rank samples none."""
     prompt_logprobs: PromptLogprobs
     completion_logprobs: TopLogprobs
 
@@ -98,18 +83,16 @@ class Generator:
     """The padding multiple of a pass under this layout."""
     max_cached_length: float
     """The longest sequence, prompt included, that uses the KV cache; longer ones are recomputed for
-    each token.
-    """
+    each token."""
     kv_cache_bytes_per_token: int
-    """KV cache bytes per token on this rank."""
+    """On this rank."""
     state_bytes: int = 0
     """Bytes of the states of layers for a sequence on this rank."""
     eager_context: Callable[[], AbstractContextManager[object]] = nullcontext
-    """Context manager around generation that disables compilation, because passes change shape."""
+    """Disables compilation around generation, because passes change shape."""
     kv_cache_tokens: int = KV_CACHE_TOKENS
     """KV cache capacity of a replica in tokens, limited to half of the GPU's free memory; other
-    sequences wait.
-    """
+    sequences wait."""
     prefill_tokens: int = PREFILL_TOKENS
     """Prompt tokens in a pass."""
 
@@ -119,14 +102,16 @@ class Generator:
         prompts: Sequence[Prompt],
         decode: Decode | None = None,
         *,
-        between: Between = _no_callback,
-        on_token: OnToken = _no_stream,
+        between: Callable[[], None] = lambda: None,
+        on_token: OnToken = lambda _prompt, _token: None,
     ) -> list[GenerationOutput]:
         """Generate the completions of each prompt, on every rank; all ranks must pass the same
         prompts.
 
         A completion depends on its prompt, its sampling parameters, the seed and its index among
         the completions of the prompt, and not on other prompts. `decode` is needed for stop texts.
+        `between` is called before each pass; an exception, raised on all ranks, ends the
+        generation.
 
         Raises:
             ConfigError: for a prompt that is empty, leaves no room in the model's context, or
@@ -136,21 +121,24 @@ class Generator:
         for number, prompt in enumerate(prompts):
             self.require_possible(f"prompt {number}", prompt, decode)
         sequences = self._start_sequences(prompts)
-        prompt_logprobs, completion_logprobs = (
-            PromptLogprobs(prompts, self.ranks.device),
-            TopLogprobs(),
-        )
+        prompt_logprobs = PromptLogprobs(prompts, self.ranks.device)
+        completion_logprobs = TopLogprobs()
         passes = self._passes(sequences)
         with self.eager_context(), self.layout.eval_mode():
             # Alike on every rank, because each appends the tokens of all.
             while not all(seq.finish_reason for seq in sequences):
                 between()
                 self.ranks.heartbeat.set_phase("generating")
-                results = PassResults(
-                    self._empty_samples(len(sequences)), prompt_logprobs, completion_logprobs
+                samples = torch.full(
+                    (3, len(sequences)), -torch.inf, dtype=torch.float64, device=self.ranks.device
                 )
-                self._forward(self._next_batch(passes), results)
-                self._append_tokens(sequences, results.samples, decode, on_token)
+                batches = (sequence_pass.next_batch() for sequence_pass in passes)
+                batch = next((batch for batch in batches if batch), None)
+                self._forward(
+                    batch or padding_pass(self.multiple),
+                    PassResults(samples, prompt_logprobs, completion_logprobs),
+                )
+                self._append_tokens(sequences, samples, decode, on_token)
                 for sequence_pass in passes:
                     sequence_pass.remove_finished()
         prompt_logprobs.all_reduce(self.ranks)
@@ -164,9 +152,7 @@ class Generator:
         ]
 
     def require_possible(self, name: str, prompt: Prompt, decode: Decode | None = None) -> None:
-        """Raise ConfigError for a prompt that cannot be completed; `name` is used in the
-        message.
-        """
+        """Raise ConfigError for a prompt that cannot be completed; the message calls it `name`."""
         length, limit = len(prompt.tokens), self._config.max_position_embeddings
         if not length:
             raise ConfigError(f"{name} has no token. Write at least one.")
@@ -200,11 +186,10 @@ class Generator:
     def _config(self) -> DecoderConfig:
         return self.layout.parts[0].config
 
-    def _passes(self, sequences: Sequence[DecodingSequence]) -> list[Passes]:
-        """This replica's share of the sequences.
-
-        They are consecutive, so that completions of one prompt stay together.
-        """
+    def _passes(
+        self, sequences: Sequence[DecodingSequence]
+    ) -> tuple[KVCachedDecode, FullRecomputeDecode]:
+        # This replica's share is consecutive, so that completions of one prompt stay together.
         mesh = self.layout.mesh
         sequence_ids = shard_range(
             len(sequences), mesh.dims.num_replicas, mesh.index("replicate", "shard")
@@ -214,18 +199,12 @@ class Generator:
         limits = Limits(self._cache_capacity(), self.prefill_tokens, self.multiple, states)
         cacheable = [seq for seq in local_sequences if seq.max_length <= self.max_cached_length]
         uncached = [seq for seq in local_sequences if seq.max_length > self.max_cached_length]
-        return [
+        return (
             KVCachedDecode(cacheable, limits, self.ranks.device, self.layout.context.gather_tokens),
             FullRecomputeDecode(uncached, limits),
-        ]
-
-    def _next_batch(self, passes: Sequence[Passes]) -> ForwardBatch:
-        """The next pass, or a padding pass."""
-        results = (decode.next_batch() for decode in passes)
-        return next((batch for batch in results if batch), None) or padding_pass(self.multiple)
+        )
 
     def _cache_capacity(self) -> int:
-        """The KV cache capacity in tokens; free GPU memory may limit it."""
         if self.ranks.device.type != "cuda":
             return self.kv_cache_tokens
         free, _ = torch.cuda.mem_get_info(self.ranks.device)
@@ -252,9 +231,6 @@ class Generator:
                 results.append(seq)
         return results
 
-    def _empty_samples(self, count: int) -> torch.Tensor:
-        return torch.full((3, count), -torch.inf, dtype=torch.float64, device=self.ranks.device)
-
     def _append_tokens(
         self,
         sequences: Sequence[DecodingSequence],
@@ -262,7 +238,6 @@ class Generator:
         decode: Decode | None,
         on_token: OnToken,
     ) -> None:
-        """Append the tokens that any rank has sampled."""
         if self.ranks.world_size > 1:
             # The maximum merges replicas, and ranks of a replica agree.
             samples = self.ranks.all_reduce_max(samples)
@@ -275,7 +250,6 @@ class Generator:
                 on_token(seq.prompt_index, int(token))
 
     def _forward(self, batch: ForwardBatch, results: PassResults) -> None:
-        """Run a forward pass, sampling and scoring in `reduce`."""
         # Computed on the host, to avoid a GPU synchronization.
         slots_T = self.layout.context.shard_tensor(batch.slots_T())
         places_S = (slots_T >= 0).nonzero().squeeze(1)
@@ -321,7 +295,6 @@ class Generator:
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> None:
-        """Score each token of these prompts except the first."""
         into_T = torch.full((sum(batch.batch.lengths),), -1, dtype=torch.int64)
         for start, sequences in read:
             # One token less than the prompt has: a position predicts the token after it.
@@ -369,17 +342,16 @@ def build_generator(
     if config.linear:
         local_heads = config.linear.heads_of_rank(degrees.tensor, degrees.ulysses)[-1]
         state_size = config.linear.state_size * local_heads // config.linear.exchanged[-1][0]
-    generator = Generator(
+    has_cache, force_eager = layout.context.supports_kv_cache(config), train.enable_compile
+    return Generator(
         layout,
         ranks,
         logits,
         tokens_multiple(train),
-        max_cached_length=(
-            config.cacheable_length if layout.context.supports_kv_cache(config) else 0
-        ),
+        max_cached_length=config.cacheable_length if has_cache else 0,
         kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
         state_bytes=FP32 * linear * state_size,
+        eager_context=(
+            partial(torch.compiler.set_stance, "force_eager") if force_eager else nullcontext
+        ),
     )
-    if not train.enable_compile:
-        return generator
-    return replace(generator, eager_context=partial(torch.compiler.set_stance, "force_eager"))

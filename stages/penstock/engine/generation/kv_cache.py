@@ -6,7 +6,7 @@ width.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, fields
-from itertools import accumulate, count
+from itertools import accumulate, chain, count
 
 import torch
 
@@ -26,42 +26,31 @@ GatherTokens = Callable[[torch.Tensor], torch.Tensor]
 """Returns all tokens of a pass, given those of this rank."""
 
 
-def _whole(x_T: torch.Tensor) -> torch.Tensor:
-    """This rank has all tokens."""
-    return x_T
-
-
 class KVCache:
-    """The KV cache: one row per sequence, with rows in use first.
-
-    Layers are identified by the order in which their attention runs, which is the same in every
-    pass.
-    """
+    """The KV cache: one row per sequence, with rows in use first. Layers are identified by the
+    order in which their attention runs, which is the same in every pass."""
 
     def __init__(self, capacity: int) -> None:
         """`capacity` is in tokens over all rows; beyond it no spare memory is allocated."""
         self._capacity = capacity
         self.lengths: list[int] = []
-        """Tokens of each row."""
+        # The largest number of tokens that any row may reach.
         self.longest = 0
-        """The largest number of tokens that any row may reach."""
+        # The allocated size of every layer: rows, and token slots per row.
         self._rows = self._slots = 0
-        """The allocated size of every layer: rows, and token slots per row."""
         self._layers: list[tuple[torch.Tensor, ...]] = []
+        # [rows, ...] of each layer that has any: their size does not grow with tokens.
         self._states: list[tuple[torch.Tensor, ...]] = []
-        """The states of each layer that has any, [rows, ...]: their size does not grow."""
 
     def free(self, row: int) -> None:
         """Free a row. The last row is moved into its place."""
         last = len(self.lengths) - 1
         if row != last:
             length = self.lengths[last]
-            for tensors in self._layers:
-                for x_BKCH in tensors:
-                    x_BKCH[row, :, :length] = x_BKCH[last, :, :length]
-            for tensors in self._states:
-                for state in tensors:
-                    state[row] = state[last]
+            for x_BKCH in chain.from_iterable(self._layers):
+                x_BKCH[row, :, :length] = x_BKCH[last, :, :length]
+            for state in chain.from_iterable(self._states):
+                state[row] = state[last]
         self.lengths[row] = self.lengths[last]
         self.lengths.pop()
 
@@ -72,22 +61,32 @@ class KVCache:
             return
         # Width allocated for long rows is not kept for many rows, nor the other way round.
         fits = longest <= self._slots <= _round_to_step(self.longest)
-        room = self._slots if fits else self._round_up(longest)
+        room = longest * 3 // 2 + ALLOCATION_STEP
+        room = _round_to_step(max(longest, min(room, self.longest)))
+        room = self._slots if fits else room
         # Grow by half each time, so that the total cost of copies stays linear.
         spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
         self._rows, self._slots = max(rows, min(spare, self._capacity // room)), room
         for layer, tensors in enumerate(self._layers):
-            self._layers[layer] = tuple(map(self._resize, tensors))
+            sizes = [(self._rows, x.shape[1], self._slots, x.shape[3]) for x in tensors]
+            self._layers[layer] = tuple(map(_resize, tensors, sizes))
         for layer, tensors in enumerate(self._states):
-            self._states[layer] = tuple(map(self._resize_rows, tensors))
+            sizes = [(self._rows, *state.shape[1:]) for state in tensors]
+            self._states[layer] = tuple(map(_resize, tensors, sizes))
 
     def layer(self, layer: int, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """What a layer has cached of these parts [T, K, H], [B, K, C, H] each: keys and values.
-
-        They are allocated on first use with the device and dtype of the input.
-        """
+        They are allocated on first use with the device and dtype of the input."""
         if layer == len(self._layers):
-            self._layers.append(tuple(map(self._allocate, parts)))
+            # Zeros: masked values are multiplied by 0 and must be finite.
+            self._layers.append(
+                tuple(
+                    as_autocast(part).new_zeros(
+                        (self._rows, part.shape[1], self._slots, part.shape[2])
+                    )
+                    for part in parts
+                )
+            )
         return self._layers[layer]
 
     def states(self, layer: int, like: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
@@ -99,28 +98,6 @@ class KVCache:
             )
         return self._states[layer]
 
-    def _resize_rows(self, state: torch.Tensor) -> torch.Tensor:
-        moved = state.new_zeros((self._rows, *state.shape[1:]))
-        rows = min(len(moved), len(state))
-        moved[:rows] = state[:rows]
-        return moved
-
-    def _allocate(self, like_TKH: torch.Tensor) -> torch.Tensor:
-        like_TKH = as_autocast(like_TKH)
-        # Zeros: masked values are multiplied by 0 and must be finite.
-        return like_TKH.new_zeros((self._rows, like_TKH.shape[1], self._slots, like_TKH.shape[2]))
-
-    def _round_up(self, length: int) -> int:
-        """The row width for this length, with room to grow."""
-        return _round_to_step(max(length, min(length * 3 // 2 + ALLOCATION_STEP, self.longest)))
-
-    def _resize(self, x_BKCH: torch.Tensor) -> torch.Tensor:
-        """Copy to a tensor of the new size."""
-        moved = x_BKCH.new_zeros((self._rows, x_BKCH.shape[1], self._slots, x_BKCH.shape[3]))
-        rows, room = min(self._rows, x_BKCH.shape[0]), min(self._slots, x_BKCH.shape[2])
-        moved[:rows, :, :room] = x_BKCH[:rows, :, :room]
-        return moved
-
 
 @dataclass(frozen=True, eq=False)
 class Prefill(PrefillSegments):
@@ -130,14 +107,12 @@ class Prefill(PrefillSegments):
     tokens: torch.Tensor
     """int64 [E]: the tokens to cache, once for each row they go to."""
     rows: torch.Tensor
-    """int64 [E]: the row of each."""
     positions: torch.Tensor
-    """int64 [E]: the position of each in its row."""
+    """int64 [E]: the row of each, and the position in it."""
     gather: GatherTokens
     documents: torch.Tensor
     """int64 [R]: the document of each new row."""
     first_row: int
-    """The first new row."""
     calls: "count[int]" = field(default_factory=count)
     state_calls: "count[int]" = field(default_factory=count)
 
@@ -172,9 +147,9 @@ class DecodeStep(DecodeSegments):
 
     cache: KVCache
     rows: int
+    # Tokens of the shortest and longest row, including the new token.
     shortest: int
     longest: int
-    """Tokens of the shortest and longest row, including the new token."""
     calls: "count[int]" = field(default_factory=count)
     state_calls: "count[int]" = field(default_factory=count)
 
@@ -188,10 +163,8 @@ class DecodeStep(DecodeSegments):
         sinks_N: torch.Tensor | None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
-        """Cache the keys and values of the new tokens, and attend to all of their rows.
-
-        [T, N, H]; zeros for padding.
-        """
+        """Cache the keys and values of the new tokens, and attend to all of their rows, [T, N, H];
+        zeros for padding."""
         rows = self.rows
         # Skip keys that no row sees.
         first = 0 if window is None else max(0, self.shortest - window)
@@ -222,7 +195,6 @@ class DecodeStep(DecodeSegments):
             cached.copy_(state)
 
     def _append(self, parts: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
-        """Cache the parts of the new tokens, and return what is cached from `first` on."""
         shown = self.longest - first
         return [
             self._write_newest(x_BKCH.narrow(0, 0, self.rows), x_TKH).narrow(2, first, shown)
@@ -230,7 +202,6 @@ class DecodeStep(DecodeSegments):
         ]
 
     def _write_newest(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
-        """The cache rows with the new tokens written to them."""
         x_BKH = x_TKH[: self.rows]
         if self.shortest == self.longest:
             # Rows of one length need no index tensors.
@@ -272,19 +243,15 @@ def prefill_segments(
     cache: KVCache,
     rows: Sequence[int],
     device: torch.device,
-    gather: GatherTokens = _whole,
+    gather: GatherTokens = lambda x_T: x_T,
 ) -> VarlenMetadata:
-    """Segments of a prefill pass, which fills the KV cache.
-
-    The first len(rows) documents are cached, document i in rows[i] new rows, possibly none.
-    """
+    """Segments of a prefill pass, which fills the KV cache. The first len(rows) documents are
+    cached, document i in rows[i] new rows, possibly none."""
     if not any(rows):
         return segments
     starts, first_row = (0, *accumulate(segments.lengths)), len(cache.lengths)
     documents = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    tokens: list[torch.Tensor] = []
-    into: list[torch.Tensor] = []
-    row_positions: list[torch.Tensor] = []
+    tokens, row_positions, into = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
     for document, copies in enumerate(rows):
         length = segments.lengths[document]
         for _ in range(copies):
@@ -349,6 +316,13 @@ def _parts(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 
 _PLAIN = fields(VarlenMetadata)
+
+
+def _resize(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
+    resized = tensor.new_zeros(shape)
+    overlap = tuple(map(slice, map(min, tensor.shape, shape)))
+    resized[overlap] = tensor[overlap]
+    return resized
 
 
 def _round_to_step(length: int) -> int:

@@ -18,15 +18,12 @@ class TopLogprobs:
     """Top-k logprobs of completions, recorded token by token on the rank that computes them."""
 
     def __init__(self) -> None:
+        # For each sequence, by index: the positions computed here, with top-k tokens and log-probs
+        # [K] of each. Context-parallel ranks compute other positions.
         self._recorded: dict[int, list[tuple[int, torch.Tensor, torch.Tensor]]] = {}
-        """For each sequence, by index: the positions computed here, with top-k tokens and log-probs
-        [K] of each. Context-parallel ranks compute other positions.
-        """
 
     def record(self, after: Sequence[DecodingSequence], logits_SV: torch.Tensor) -> None:
-        """Record the top-k of fp32 logits from which the next tokens of these sequences are
-        sampled.
-        """
+        """Record the top-k of fp32 logits from which the sequences' next tokens are sampled."""
         rows = [row for row, seq in enumerate(after) if seq.prompt.top_k]
         if not rows:
             return
@@ -58,24 +55,19 @@ class TopLogprobs:
         if ranks.world_size > 1:
             ranks.all_reduce_max(tokens_A)
             ranks.all_reduce_max(log_probs_A)
-        return {
-            seq.index: TopKLogprobs(*(_to_table(part, seq) for part in recorded))
-            for seq, *recorded in zip(
-                requesting, tokens_A.cpu().split(sizes), log_probs_A.cpu().split(sizes), strict=True
-            )
-        }
-
-
-def _to_table(entries: torch.Tensor, seq: DecodingSequence) -> torch.Tensor:
-    """[T, K] of one sequence. A sequence without requested tokens has no positions."""
-    return entries.unflatten(0, (len(seq.tokens), seq.prompt.top_k))[: seq.max_tokens]
+        top_k_logprobs: dict[int, TopKLogprobs] = {}
+        tables = tokens_A.cpu().split(sizes), log_probs_A.cpu().split(sizes)
+        for seq, *entries in zip(requesting, *tables, strict=True):
+            shape = len(seq.tokens), seq.prompt.top_k
+            # A sequence without requested tokens has one, and no positions.
+            tables_TK = (part.unflatten(0, shape)[: seq.max_tokens] for part in entries)
+            top_k_logprobs[seq.index] = TopKLogprobs(*tables_TK)
+        return top_k_logprobs
 
 
 class PromptLogprobs:
-    """Logprobs of prompt tokens, recorded on the rank that computes them.
-
-    Prompts without requested logprobs take no memory.
-    """
+    """Logprobs of prompt tokens, recorded on the rank that computes them. Prompts without requested
+    logprobs take no memory."""
 
     def __init__(self, prompts: Sequence[Prompt], device: torch.device) -> None:
         self._prompts = prompts
@@ -92,8 +84,8 @@ class PromptLogprobs:
         )
         last_P = widths_P.cumsum(0)
         self._widths_P = to_device(widths_P, device)
+        # The start of each position's entries among the W.
         self._starts_P = to_device(last_P - widths_P, device)
-        """The start of each position's entries among the W."""
         # Lower than any result, so that the maximum over ranks selects the one that was computed.
         self._log_probs_P = torch.full((ends[-1],), -torch.inf, device=device)
         entries = int(widths_P.sum())
@@ -101,18 +93,14 @@ class PromptLogprobs:
         self._top_k_log_probs_W = torch.full((entries,), -torch.inf, device=device)
 
     def places(self, prompt: int) -> range:
-        """The positions of a prompt's tokens among the P, except the first, which has no
-        prediction.
-        """
+        """The positions of a prompt's tokens among the P, except the first, which has none."""
         first = self._first[prompt]
         return range(first + 1, first + len(self._prompts[prompt].tokens))
 
     def record(
         self, places_S: torch.Tensor, tokens_S: torch.Tensor, log_probs_SV: torch.Tensor
     ) -> None:
-        """Record the logprobs of these tokens at these positions."""
-        own_S = log_probs_SV.gather(1, tokens_S[:, None]).squeeze(1)
-        self._log_probs_P[places_S] = own_S
+        self._log_probs_P[places_S] = log_probs_SV.gather(1, tokens_S[:, None]).squeeze(1)
         if not self._widest:
             return
         # One topk for all positions; what was not requested is masked out.
@@ -131,8 +119,7 @@ class PromptLogprobs:
 
     def of(self, number: int) -> tuple[torch.Tensor | None, TopKLogprobs | None]:
         """The log-probs of a prompt's tokens, fp32 [T] on the host, and the top-k at each position;
-        None if not requested.
-        """
+        None if not requested."""
         prompt = self._prompts[number]
         if not prompt.needs_logprobs:
             return None, None
@@ -144,9 +131,9 @@ class PromptLogprobs:
         if width:
             start = int(self._starts_P[first])
             entries = slice(start, start + length * width)
+            tables = self._top_k_tokens_W, self._top_k_log_probs_W
             top_k_logprobs = TopKLogprobs(
-                self._top_k_tokens_W[entries].cpu().unflatten(0, (length, width)),
-                self._top_k_log_probs_W[entries].cpu().unflatten(0, (length, width)),
+                *(table[entries].cpu().unflatten(0, (length, width)) for table in tables)
             )
             top_k_logprobs.tokens_TK[0], top_k_logprobs.log_probs_TK[0] = -1, torch.nan
         return log_probs_T, top_k_logprobs

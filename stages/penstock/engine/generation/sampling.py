@@ -38,16 +38,13 @@ class SamplingParams:
     top_k: int = NO_TOP_K
     """Sample only from the k most likely tokens, and ties with the last of them."""
     top_p: float = 1.0
-    """Sample only from the smallest set of most likely tokens with at least this total
-    probability.
-    """
+    """Sample only from the smallest set of most likely tokens with at least this probability."""
     seed: int | None = None
     """None: a new random seed each time."""
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
 
     def __post_init__(self) -> None:
-        """Reject invalid values."""
         if self.max_tokens is not None and self.max_tokens < 0:
             raise ConfigError(f"max_tokens is {self.max_tokens}. Write 0 or more.")
         if not 0 <= self.temperature < float("inf"):
@@ -112,10 +109,8 @@ def _sample(
 
 
 def _search_cumulative(shares: Sequence[float], weights_RV: torch.Tensor) -> torch.Tensor:
-    """The first entry of each row whose cumulative sum exceeds this share of the total, int64 [R].
-
-    Blocks are summed first, and then the entries of one block, so that few sums need fp64.
-    """
+    """int64 [R]: each row's first entry whose cumulative sum exceeds this share of the total."""
+    # Blocks are summed first, and then the entries of one block, so that few sums need fp64.
     size = weights_RV.shape[1]
     runs_RB = weights_RV[:, : size // BLOCK * BLOCK].unflatten(1, (-1, BLOCK)).sum(-1)
     if size % BLOCK:

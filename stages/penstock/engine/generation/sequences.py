@@ -26,9 +26,7 @@ class Prompt:
     tokens: Sequence[int]
     sampling: SamplingParams = field(default_factory=SamplingParams)
     num_completions: int = 1
-    """The number of completions, sampled independently."""
     needs_prompt_logprobs: bool = False
-    """Whether prompt logprobs are requested."""
     prompt_top_k: int = 0
     """The number of top-k logprobs at each prompt position."""
     top_k: int = 0
@@ -61,7 +59,7 @@ class Completion:
     """The log-prob of each token under the model at temperature 1."""
     finish_reason: Ending
     top_k_logprobs: TopKLogprobs | None
-    """At each position; None: not requested."""
+    """None: not requested."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +70,6 @@ class GenerationOutput:
     log_probs_T: torch.Tensor | None  # noqa: N815 - T names the dimension
     """fp32 on the host, the first NaN; None: not requested."""
     top_k_logprobs: TopKLogprobs | None
-    """At each position; None: not requested."""
 
 
 @dataclass
@@ -86,7 +83,6 @@ class DecodingSequence:
     sample: int
     """The index among the completions of its prompt."""
     max_tokens: int
-    """The maximum number of tokens."""
     seed: int
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
@@ -107,7 +103,6 @@ class DecodingSequence:
 
     @property
     def max_length(self) -> int:
-        """The maximum length of prompt and completion."""
         return len(self.prompt.tokens) + self.max_tokens
 
     def uniform(self) -> float:
@@ -126,7 +121,6 @@ class DecodingSequence:
             self.finish_reason = "length"
 
     def to_completion(self, top_k_logprobs: TopKLogprobs | None) -> Completion:
-        """The finished completion."""
         assert self.finish_reason
         # A prompt without requested tokens only passed through the model for its logprobs.
         tokens, log_probs = self.tokens[: self.max_tokens], self.log_probs[: self.max_tokens]

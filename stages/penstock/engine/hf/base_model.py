@@ -1,6 +1,6 @@
 """Base model weights: their source, their names, and which are quantized."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -9,9 +9,8 @@ from typing import Any
 import torch
 
 from penstock.engine.hf.converted_weights import ConvertedWeights, InitializedWeights
-from penstock.engine.hf.expert_forms import TensorParts, parts_in
-from penstock.engine.hf.row_chunk_reader import RowChunkReader, row_chunks_in
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.stored_forms import RowChunkReader, TensorParts, parts_in, row_chunks_in
 from penstock.engine.model_source import QuantizationArgs
 from penstock.engine.quantization.dequantized_folder import DequantizedFolder
 from penstock.engine.quantization.mxfp4 import Mxfp4Tensors
@@ -66,7 +65,7 @@ class BaseModelWeights:
         if checkpoint is None or not self.names.multimodal:
             return checkpoint
         # The publisher names modules as in the files, with the prefix of the language model.
-        ignored = tuple(map(text_name, checkpoint.ignored_modules))
+        ignored = tuple(map(text_name, checkpoint.declared.ignored_modules))
         return replace(checkpoint, declared=replace(checkpoint.declared, ignored_modules=ignored))
 
     def quantize(self, model: CausalLM) -> None:
@@ -85,15 +84,10 @@ class BaseModelWeights:
 
     def here(self, folder: SafetensorsFolder) -> SafetensorsFolder:
         """The folder of a multimodal model's files with the names here."""
-        return folder.renamed(self._name_here(folder))
-
-    def _name_here(self, folder: SafetensorsFolder) -> Callable[[str], str]:
-        """The function from a tensor's name in the files of a multimodal model to that here."""
         of_vision = self.vision_names(folder)
-        return lambda stored: of_vision.get(stored) or text_name(stored)
+        return folder.renamed(lambda stored: of_vision.get(stored) or text_name(stored))
 
     def random_init(self, seed: int) -> InitialWeights:
-        """A reader of random weights from a seed."""
         if isinstance(self.names, AutoWeightMap):
             return InitializedWeights(self.hf_config, self.names, seed)
         return RandomInitTensors(self.names, seed)

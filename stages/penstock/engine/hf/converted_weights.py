@@ -14,9 +14,10 @@ from typing import Any
 import torch
 
 from penstock.core.errors import CapabilityError
-from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored, narrow
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.engine.quantization.dequantized_folder import DequantizedFolder, split_component
+from penstock.engine.quantization.quantized_reader import RandomInitTensors
 from penstock.models.automodel.build import build_config, build_meta
 from penstock.models.automodel.weight_map import AutoWeightMap
 
@@ -29,13 +30,12 @@ class _Group:
     """Tensors that one operation converts together, in order."""
 
     transform: Any
+    # The first name of the result, by which the operation completes the others.
     name: str
-    """The first name of the result, by which the operation completes the others."""
+    # Name of each source, and the pattern that it matched.
     sources: list[tuple[str, str]] = field(default_factory=list[tuple[str, str]])
-    """Name of each source, and the pattern that it matched."""
 
     def convert(self, tensors: Mapping[str, torch.Tensor], model: Any) -> dict[str, torch.Tensor]:
-        """The results of these sources, by name."""
         # A copy: `add_tensor` collects the tensors in the transform.
         transform = deepcopy(self.transform)
         for source, pattern in self.sources:
@@ -67,7 +67,6 @@ class ConvertedWeights:
         self._copies: list[tuple[str, str]] = []
 
     def stored(self, name: str) -> Stored:
-        """Shape and dtype."""
         group = self._groups[name]
         if isinstance(group, str):
             tensor = self._folder.stored(group)
@@ -77,19 +76,17 @@ class ConvertedWeights:
         return Stored(self._shapes[name], first.dtype, first.start)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor."""
         group = self._groups[name]
         if isinstance(group, str) and _changes_form(self._names, name):
-            return _box(_change_form(self._folder[group]), offsets, sizes)
+            return narrow(_change_form(self._folder[group]), offsets, sizes)
         if isinstance(group, str):
             return self._folder.box(group, offsets, sizes)
         if self._last is None or self._last[0] != id(group):
             sources = {source: self._folder[source] for source, _ in group.sources}
             self._last = id(group), group.convert(sources, self._model)
-        return _box(self._last[1][name], offsets, sizes)
+        return narrow(self._last[1][name], offsets, sizes)
 
     def order(self, name: str) -> tuple[str, int]:
-        """A sort key: the order of the sources in the files."""
         group = self._groups[name]
         return self._folder.order(group if isinstance(group, str) else group.sources[0][0])
 
@@ -192,12 +189,13 @@ class ConvertedWeights:
         return sources
 
 
-class InitializedWeights:
+class InitializedWeights(RandomInitTensors):
     """The random weights of a model without published ones, as its class initializes them from a
-    seed; a `TensorReader`. The whole model is in memory."""
+    seed. The whole model is in memory."""
 
     def __init__(self, hf_config: Mapping[str, Any], names: AutoWeightMap, seed: int) -> None:
-        self._hf_config, self._names, self._seed = hf_config, names, seed
+        super().__init__(names, seed)
+        self._hf_config, self._names = hf_config, names
 
     @cached_property
     def _tensors(self) -> Mapping[str, torch.Tensor]:
@@ -210,23 +208,9 @@ class InitializedWeights:
             model = build_model(build_config(self._hf_config), attention)
         return {name: value.detach() for name, value in model.state_dict().items()}
 
-    def stored(self, name: str) -> Stored:
-        """Shape and dtype."""
-        return Stored(self._names.native_shape(name), torch.float32, 0)
-
-    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor."""
+    def initialized(self, name: str) -> torch.Tensor:
         tensor = self._tensors[name].float()
-        tensor = _change_form(tensor) if _changes_form(self._names, name) else tensor
-        return _box(tensor, offsets, sizes)
-
-    def order(self, name: str) -> tuple[str, int]:
-        """Sort by name."""
-        return name, 0
-
-    def require(self, names: Iterable[str]) -> None:
-        """Every tensor of the model exists."""
-        assert set(names) <= set(self._names.hf_shapes())
+        return _change_form(tensor) if _changes_form(self._names, name) else tensor
 
 
 def as_published(
@@ -303,7 +287,6 @@ def as_published(
 
 
 def _changes_form(names: AutoWeightMap, name: str) -> bool:
-    """Whether files have this tensor in another form: as a scalar, or transposed."""
     outline = names.config.outline
     layer, _, leaf = name.rpartition(".")
     return name in outline.scalars or (leaf == "weight" and layer in outline.transposed)
@@ -315,16 +298,9 @@ def _change_form(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _stored_form(names: AutoWeightMap, name: str, tensor: torch.Tensor) -> torch.Tensor:
-    """The form in files of one of the model's tensors."""
     if not _changes_form(names, name):
         return tensor
     return tensor.t() if tensor.dim() == 2 else tensor.reshape(())
-
-
-def _box(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-        tensor = tensor.narrow(dim, offset, size)
-    return tensor
 
 
 def _meta_model(hf_config: Mapping[str, Any]) -> Any:
@@ -332,7 +308,6 @@ def _meta_model(hf_config: Mapping[str, Any]) -> Any:
 
 
 def _natural(name: str) -> list[tuple[int, int | str]]:
-    """A sort key: numbers in names in numeric order."""
     from transformers.core_model_loading import dot_natural_key  # noqa: PLC0415
 
     return dot_natural_key(name)

@@ -23,16 +23,13 @@ from penstock.engine.checkpoint.model_reader import CheckpointReader
 from penstock.engine.hf.base_model import BaseModelWeights
 from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.converted_weights import as_published
-from penstock.engine.hf.expert_forms import in_files_form, parts_in
 from penstock.engine.hf.export_adapter import Adapters, adapters_in, write_adapter_folder
 from penstock.engine.hf.prediction_layers import (
     copies_of_ends,
     prediction_layers,
     trained_in,
     with_copies,
-    with_tensors,
     without_prediction_layers,
-    without_tensors,
 )
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.save_model import (
@@ -43,6 +40,7 @@ from penstock.engine.hf.save_model import (
     write_hf_folder,
 )
 from penstock.engine.hf.state_dict import HFStateDict, in_checkpoint, in_multimodal, in_source
+from penstock.engine.hf.stored_forms import in_files_form, parts_in
 from penstock.engine.hf.tokenizer_files import TokenizerFiles
 from penstock.engine.hf.verify_folder import (
     NotVerifiedError,
@@ -77,7 +75,11 @@ def write_folders(
     Raises ArtifactError if the checkpoint is incomplete or of another model.
     """
     reader = CheckpointReader(checkpoint)
-    hf_config = read_hf_config(_config_path(origin), origin.foundation, runs_code=origin.runs_code)
+    config_path = origin.config_path
+    if origin.config.pin["kind"] != "builtin":
+        files = CONFIG_AND_CODE if origin.runs_code else ("config.json",)
+        config_path = str(local_folder(config_path, origin.config, files))
+    hf_config = read_hf_config(config_path, origin.foundation, runs_code=origin.runs_code)
     family = get_family(hf_config, origin.backend, adapters=origin.adapting is not None)
     config = family.trained_config(hf_config, mtp=trained_in(reader, family, hf_config))
     names = family.weight_map(config)
@@ -169,9 +171,7 @@ def _model(
         state_dict = as_in_files(weights, model, opened)
         num_layers = model.names.config.num_hidden_layers
         if form.mtp == "drop":
-            state_dict = without_tensors(
-                state_dict, prediction_tensors(state_dict.shapes, num_layers)
-            )
+            state_dict = state_dict.without(prediction_tensors(state_dict.shapes, num_layers))
         else:
             state_dict = _with_prediction_layers(state_dict, origin, model, opened)
             further = prediction_tensors(state_dict.shapes, num_layers)
@@ -203,7 +203,7 @@ def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack
             return published
         folder = opened.enter_context(SafetensorsFolder(model.folder))
         absent = absent_tensors(folder.names(), model.names)
-        return with_tensors(published, prediction_layers(folder, absent, model.published))
+        return published.joined(prediction_layers(folder, absent, model.published))
     if not model.names.multimodal:
         return weights
     assert model.folder is not None
@@ -216,16 +216,15 @@ def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack
 def _with_prediction_layers(
     weights: HFStateDict, origin: ModelSource, model: BaseModelWeights, opened: ExitStack
 ) -> HFStateDict:
-    """The tensors with those that predict further tokens: copies in the base model, and what was
-    not trained, as the base model has it."""
     copies, config = copies_of_ends(model.names.config), model.names.config
     if (base_folder := _folder(origin)) is None:
         return with_copies(weights, copies)
     folder = opened.enter_context(SafetensorsFolder(base_folder))
     names = prediction_tensors(folder.names(), config.num_hidden_layers)
     weights = with_copies(weights, {name: of for name, of in copies.items() if name in names})
+    # What was not trained, as the base model has it.
     missing = [name for name in names if name not in weights.shapes]
-    return with_tensors(weights, prediction_layers(folder, missing, model.published))
+    return weights.joined(prediction_layers(folder, missing, model.published))
 
 
 def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:
@@ -244,12 +243,9 @@ def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dty
 def _base(
     origin: ModelSource, reader: CheckpointReader, base: BaseModelWeights, opened: ExitStack
 ) -> HFStateDict:
-    """The model without its adapters, which an adapter-only checkpoint does not hold.
-
-    Adapters were trained on the quantized matrices, so these are exported, not the original ones.
-    """
     if not reader.state["adapter_only"]:
         return in_checkpoint(reader, base.names, base.formats)
+    # Adapters were trained on the quantized matrices, so these are exported, not the original ones.
     if (base_folder := _folder(origin)) is None:
         return in_source(base.quantized_reader(base.random_init(origin.seed)), base.names)
     folder = opened.enter_context(SafetensorsFolder(base_folder))
@@ -257,21 +253,12 @@ def _base(
 
 
 def _folder(origin: ModelSource) -> Path | None:
-    """The folder of the base model's weights; None for a random initialization."""
     if origin.model_path is None or origin.weights is None:
         return None
     return local_folder(origin.model_path, origin.weights)
 
 
-def _config_path(origin: ModelSource) -> str:
-    if origin.config.pin["kind"] == "builtin":
-        return origin.config_path
-    files = CONFIG_AND_CODE if origin.runs_code else ("config.json",)
-    return str(local_folder(origin.config_path, origin.config, files))
-
-
 def _generation_config(origin: ModelSource) -> dict[str, Any] | None:
-    """The base model's generation_config.json, if a pinned source has one."""
     source, typed = origin.config, origin.config_path
     if origin.weights and origin.model_path:
         source, typed = origin.weights, origin.model_path

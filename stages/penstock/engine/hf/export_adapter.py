@@ -19,7 +19,6 @@ from penstock.adapters.names import (
 from penstock.adapters.peft_format import (
     PREFIX,
     AdaptedExperts,
-    Bias,
     LoraScaling,
     adapter_config,
     fused_factors,
@@ -47,14 +46,12 @@ class Pair:
 
     lora_A: str  # noqa: N815 - as everyone calls it
     lora_B: str  # noqa: N815 - as everyone calls it
-    """The tensor names."""
     magnitude: str | None = None
     expert: int | None = None
     """The index of the expert, if the layer's experts have stacked factors."""
 
     @property
     def tensors(self) -> list[str]:
-        """The names of all its tensors."""
         return [self.lora_A, self.lora_B, *([self.magnitude] if self.magnitude else [])]
 
     def read_from(self, tensors: Mapping[str, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
@@ -97,20 +94,14 @@ class Adapters:
 
     @property
     def num_parameters(self) -> int:
-        """The number of elements of all tensors."""
         shapes = self.reader.shapes()
         return sum(torch.Size(shapes[name][0]).numel() for name in self.names)
 
     def merged_into(self, base: HFStateDict) -> HFStateDict:
         """The base model's tensors with every adapter merged; merged tensors are fp32."""
         layers = {f"{layer}.weight": layer for layer in self.pairs}
-        fused = {self.weights.hf_names(name)[0]: pair for name, pair in self.fused.items()}
-        turned = {
-            self.weights.hf_names(name)[0]
-            for name in self.fused
-            if self.weights.is_transposed(name)
-        }
-        if stray := sorted({*layers, *fused, *self.biases} - set(base.shapes)):
+        natives = {self.weights.hf_names(native)[0]: native for native in self.fused}
+        if stray := sorted({*layers, *natives, *self.biases} - set(base.shapes)):
             raise ArtifactError(
                 f"{self.reader.folder} adapts {stray[0]}, which the base model does not have.\n"
                 "  model.config_path is not what the run was trained with."
@@ -121,34 +112,26 @@ class Adapters:
             tensors = base.read([name for name in requested if name not in self.biases])
             trained = [name for name in requested if name in self.biases]
             pairs = [self.pairs[layers[name]] for name in requested if name in layers]
-            pairs += [fused[name] for name in requested if name in fused]
+            pairs += [self.fused[natives[name]] for name in requested if name in natives]
             factors = self.reader.read([*_tensors(pairs), *trained])
             for name in requested:
                 if name in layers:
                     change = self.pairs[layers[name]].change(factors, scale, layers[name])
                     # In fp32, and rounded once when it is written.
                     tensors[name] = change.apply_to(tensors[name].float())
-                elif name in fused:
+                elif native := natives.get(name):
                     # Its matrices, [out, in] as adapters are, are views and merged in place.
-                    stack = tensors[name].float()
-                    _merge_experts(
-                        stack.mT if name in turned else stack, fused[name], factors, scale
-                    )
-                    tensors[name] = stack
+                    tensors[name] = stack = tensors[name].float()
+                    stack_EOI = stack.mT if self.weights.is_transposed(native) else stack
+                    for number, matrix in enumerate(stack_EOI):
+                        pair = replace(self.fused[native], expert=number)
+                        change = pair.change(factors, scale, "")
+                        matrix.copy_(change.apply_to(matrix.contiguous()))
                 elif name in self.biases:
                     tensors[name] = factors[name].float()
             return {name: tensors[name] for name in requested}
 
         return replace(base, read=read)
-
-
-def _merge_experts(
-    weight_ENK: torch.Tensor, pair: Pair, tensors: Mapping[str, torch.Tensor], scale: float
-) -> None:
-    """Merge the adapters of all experts, in place. E experts, N outputs, K inputs."""
-    for number, matrix in enumerate(weight_ENK):
-        change = replace(pair, expert=number).change(tensors, scale, "")
-        matrix.copy_(change.apply_to(matrix.contiguous()))
 
 
 def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) -> Adapters | None:
@@ -187,27 +170,20 @@ def adapters_in(reader: Tensors, weights: WeightMap, adapting: LoraArgs | None) 
             pairs |= {name: _pair(pair, number) for number, name in enumerate(layers)}
         else:
             fused[f"{mixture}.experts.{matrix}"] = _pair(pair)
+    # Only the trained ones: a full-model checkpoint has others.
+    bias = adapting.bias
+    biases = [name for name in reader.shapes() if name.endswith(".bias") and bias != "none"]
+    if bias == "lora_only":
+        biases = [name for name in biases if name.removesuffix(".bias") in pairs]
     strength = LoraScaling(
-        rank=_rank(reader, next(iter(sides.values()))["lora_A"]),
+        rank=reader.shapes()[next(iter(sides.values()))["lora_A"]][0][-2],
         alpha=adapting.alpha,
         scaling=adapting.scaling,
         dropout=adapting.dropout,
         bias=adapting.bias,
         normed="dora" if any(MAGNITUDE in pair for pair in sides.values()) else "plain",
     )
-    return Adapters(reader, pairs, fused, _biases(reader, adapting.bias, pairs), strength, weights)
-
-
-def _rank(reader: Tensors, lora_A: str) -> int:
-    return reader.shapes()[lora_A][0][-2]
-
-
-def _biases(reader: Tensors, bias: Bias, adapted: Collection[str]) -> list[str]:
-    """The trained biases, also in a full-model checkpoint."""
-    names = [name for name in reader.shapes() if name.endswith(".bias") and bias != "none"]
-    if bias == "all":
-        return names
-    return [name for name in names if name.removesuffix(".bias") in adapted]
+    return Adapters(reader, pairs, fused, biases, strength, weights)
 
 
 def _pair(sides: Mapping[Side, str], expert: int | None = None) -> Pair:
@@ -227,7 +203,7 @@ def _check_count(factors: Iterable[str], reader: Tensors, weights: WeightMap) ->
 
 
 def _tensors(pairs: Iterable[Pair]) -> list[str]:
-    """The names of the checkpoint's tensors, each once, sorted."""
+    # Experts may share a tensor.
     return sorted({name for pair in pairs for name in pair.tensors})
 
 
@@ -249,7 +225,12 @@ def write_adapter_folder(
     rename = weights.module_name
     experts = _expert_layers(weights)
     expert_layers = {layer for layers in experts.values() for layer in layers}
-    parts = _parts_of_experts(adapters, expert_layers)
+    # The last components of names that PEFT may take for layers of experts: with stacked experts
+    # also where only dense layers have them. PEFT has no DoRA of parameters.
+    is_stacked = isinstance(weights, AutoWeightMap) and weights.num_experts
+    parts: Collection[str] = {layer.rpartition(".")[2] for layer in expert_layers}
+    if is_stacked and adapters.strength.normed == "plain":
+        parts = MOE_TARGETS
     if expert_layers and weights.has_stacked_adapters:
         adapters, experts, parts = _with_stacks(adapters), {}, ()
     bearing = [name for name in experts if not adapters.pairs.keys().isdisjoint(experts[name])]
@@ -280,9 +261,14 @@ def write_adapter_folder(
             or weights.config.experts.names.known_to_peft,
         ),
     )
+    block = module = ""
+    if (mixtures := weights.config.experts) and not mixtures.is_stacked:
+        # Layers beside experts are in a module that transformers may name otherwise than files.
+        block, module = f".{mixtures.names.block}.", f".{mixtures.names.module}."
     for field in ("target_modules", "target_parameters"):
         if field in config:
-            config[field] = sorted(rename(_in_module(name, weights)) for name in config[field])
+            names = (name.replace(block, module) if block else name for name in config[field])
+            config[field] = sorted(map(rename, names))
     write_json(out / "adapter_config.json", config)
     return {
         "rank": adapters.strength.rank,
@@ -296,31 +282,14 @@ def _with_stacks(adapters: Adapters) -> Adapters:
     """The same, where adapters of each expert's layers are those of the tensors in which
     transformers stacks them."""
     pairs, fused, weights = dict(adapters.pairs), dict(adapters.fused), adapters.weights
-    experts = weights.config.experts
-    for number in () if experts is None else experts.layers:
+    assert weights.config.experts is not None
+    for number in weights.config.experts.layers:
         layer_name = f"{LAYERS}{number}"
         for matrix in weights.expert_matrices:
             for layer in weights.expert_layers(matrix, layer_name):
                 if pair := pairs.pop(layer, None):
                     fused[f"{layer_name}.mlp.experts.{matrix}"] = replace(pair, expert=None)
     return replace(adapters, pairs=pairs, fused=fused)
-
-
-def _in_module(name: str, weights: WeightMap) -> str:
-    """The name in transformers' model of a layer beside experts."""
-    if (experts := weights.config.experts) is None or experts.is_stacked:
-        return name
-    return name.replace(f".{experts.names.block}.", f".{experts.names.module}.")
-
-
-def _parts_of_experts(adapters: Adapters, layers: Collection[str]) -> Collection[str]:
-    """The last components of names that PEFT may take for layers of experts: those of the
-    checkpoint; with stacked experts also where only dense layers have them. PEFT has no DoRA of
-    parameters."""
-    is_stacked = isinstance(adapters.weights, AutoWeightMap) and adapters.weights.num_experts
-    if is_stacked and adapters.strength.normed == "plain":
-        return MOE_TARGETS
-    return {layer.rpartition(".")[2] for layer in layers}
 
 
 def _peft_tensors(adapters: Adapters, is_expert: Iterable[str]) -> dict[str, torch.Tensor]:
@@ -351,18 +320,15 @@ def _peft_tensors(adapters: Adapters, is_expert: Iterable[str]) -> dict[str, tor
 
 
 def _expert_layers(weights: WeightMap) -> dict[str, list[str]]:
-    """The linear layers of experts in a Hugging Face checkpoint, by the name of the module that
-    contains them in transformers' model.
-    """
+    """The linear layers of experts in a checkpoint, by transformers' module that contains them."""
     experts = weights.config.experts
-    layers_by_stack: dict[str, list[str]] = {}
     if experts is None or experts.is_stacked:
-        return layers_by_stack
-    for number in experts.layers:
-        layer_name = f"{LAYERS}{number}"
-        layers_by_stack[f"{layer_name}.{experts.names.module}.experts"] = [
+        return {}
+    return {
+        f"{LAYERS}{number}.{experts.names.module}.experts": [
             layer
             for matrix in weights.expert_matrices
-            for layer in weights.expert_layers(matrix, layer_name)
+            for layer in weights.expert_layers(matrix, f"{LAYERS}{number}")
         ]
-    return layers_by_stack
+        for number in experts.layers
+    }

@@ -1,16 +1,16 @@
 """Live state dict: a model in training under Hugging Face names, without a checkpoint."""
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
 from penstock.adapters.names import MAGNITUDE, LoraParamName, parse_lora_name
 from penstock.engine.hf.base_model import BaseModelWeights
-from penstock.engine.hf.expert_forms import in_files_form, parts_in
 from penstock.engine.hf.export_adapter import adapters_in
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.hf.state_dict import HFStateDict, Tensors, in_checkpoint
+from penstock.engine.hf.stored_forms import in_files_form, parts_in
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.multi_lora.rank_padding import rank_dim
 from penstock.engine.quantization.select_layers import Formats
@@ -27,11 +27,9 @@ class RankTrimmedTensors:
 
     @property
     def folder(self) -> object:
-        """The source named in errors."""
         return self.tensors.folder
 
     def shapes(self) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-        """Name -> (shape, dtype) of every parameter."""
         shapes_by_name: dict[str, tuple[tuple[int, ...], torch.dtype]] = {}
         for name, (shape, dtype) in self.tensors.shapes().items():
             if factor := _ranked(name):
@@ -41,16 +39,13 @@ class RankTrimmedTensors:
         return shapes_by_name
 
     def read(self, names: Iterable[str]) -> dict[str, torch.Tensor]:
-        """Read exactly these full parameters."""
-        read = self.tensors.read(names)
-        return {name: self._shard(name, tensor) for name, tensor in read.items()}
-
-    def _shard(self, name: str, tensor: torch.Tensor) -> torch.Tensor:
-        factor = _ranked(name)
-        if factor is None:
-            return tensor
-        # Contiguous, so that merging gives bitwise the same result as from an exported adapter.
-        return tensor.narrow(rank_dim(factor, tensor.dim()), 0, self.rank).contiguous()
+        tensors = self.tensors.read(names)
+        for name, tensor in tensors.items():
+            if factor := _ranked(name):
+                trimmed = tensor.narrow(rank_dim(factor, tensor.dim()), 0, self.rank)
+                # Merging then gives bitwise the same result as from an exported adapter.
+                tensors[name] = trimmed.contiguous()
+        return tensors
 
 
 def live_weights(
@@ -74,20 +69,10 @@ def language_in_files(weights: HFStateDict, base: BaseModelWeights) -> HFStateDi
         local_base = base.here(folder)
         formed = in_files_form(weights, local_base, parts_in(base.names, local_base))
         backbone = stored_backbone(folder.names())
-    own = {stored_name(name, backbone): name for name in formed.shapes}
-
-    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
-        tensors = formed.read([own[name] for name in requested])
-        return {name: tensors[own[name]] for name in requested}
-
-    return HFStateDict(
-        {name: formed.shapes[native] for name, native in own.items()},
-        read,
-        {name: formed.dtypes[native] for name, native in own.items() if native in formed.dtypes},
-    )
+    return formed.renamed({stored_name(name, backbone): name for name in formed.shapes})
 
 
 def _ranked(name: str) -> LoraParamName | None:
-    """The factor, if the adapter's rank is one of its dimensions; DoRA magnitudes have none."""
     factor = parse_lora_name(name)
+    # The rank is no dimension of a magnitude.
     return None if factor is None or factor.side == MAGNITUDE else factor

@@ -15,7 +15,7 @@ from penstock.adapters.names import parse_lora_name
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.hf.safetensors_reader import SafetensorsFolder
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, narrow
 from penstock.engine.hf.weight_files import require_shape
 from penstock.engine.quantization.quantized_reader import QuantizeOnLoad, TensorReader
 
@@ -26,12 +26,6 @@ ToReader = Callable[[SafetensorsFolder], TensorReader]
 """Wraps a folder's reader, for example to quantize matrices."""
 
 Readers = Literal["first_rank", "all_ranks"]
-
-
-def identity(folder: SafetensorsFolder) -> TensorReader:
-    """The default: read tensors as stored."""
-    return folder
-
 
 BLOCK_BYTES = 4 << 20
 """Bytes of a tensor that are read and sent at a time."""
@@ -53,7 +47,7 @@ def load_weights(
     *,
     readers: Readers,
     ranks: ProcessInfo,
-    to_reader: ToReader = identity,
+    to_reader: ToReader = lambda folder: folder,
 ) -> None:
     """Load every parameter. Every rank calls it, with its own parameters allocated.
 
@@ -66,20 +60,23 @@ def load_weights(
     Raises CapabilityError, on every rank, for tensors that are missing, have another shape, or hold
     NaN or infinity.
     """
-    drawn = [param for param in params if weights is None or _is_adapter(param)]
-    stored = [param for param in params if weights is not None and not _is_adapter(param)]
-    # Without communication: initial values follow from name and seed.
-    for param in drawn:
+    stored: list[LocalParam] = []
+    for param in params:
+        is_adapter = any(parse_lora_name(piece.tensor) for piece in param.shards)
+        if weights is not None and not is_adapter:
+            stored.append(param)
+            continue
+        # Without communication: initial values follow from name and seed.
         for piece in param.shards:
-            copy_shard(
-                start(piece.tensor, piece.full_shape), piece, piece.view(local(param.parameter))
-            )
+            full_tensor = start(piece.tensor, piece.full_shape)
+            copy_shard(full_tensor, piece, piece.view(local(param.parameter)))
     if weights is None:
         return
+    boxes = _boxes(stored)
     if readers == "all_ranks" or ranks.world_size == 1:
         with SafetensorsFolder(weights) as folder:
-            _read(_boxes(stored), to_reader(folder), ranks)
-        _require_finite(_boxes(stored), weights, ranks)
+            _read(boxes, to_reader(folder), ranks)
+        _require_finite(boxes, weights, ranks)
         return
     receiving = [
         param
@@ -90,19 +87,23 @@ def load_weights(
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
     with SafetensorsFolder(weights) as folder:
-        _receive(
-            _boxes(receiving), to_reader(folder) if ranks.is_main_process else None, ranks, group
-        )
+        reader = to_reader(folder) if ranks.is_main_process else None
+        _receive(_boxes(receiving), reader, ranks, group)
     dist.destroy_process_group(group)
     for param in stored:
         if param.replica_group is not None:
-            _copy(local(param.parameter), param.replica_group, ranks.device)
-    _require_finite(_boxes(stored), weights, ranks)
+            _broadcast(local(param.parameter), param.replica_group, ranks.device)
+    _require_finite(boxes, weights, ranks)
 
 
 def _require_finite(boxes: Sequence[_Box], weights: Path, ranks: ProcessInfo) -> None:
-    """Raise CapabilityError, on every rank, for tensors with NaN or infinity."""
-    local_names = [box.piece.tensor for box in boxes if not _is_finite(box.into)]
+    local_names: list[str] = []
+    for box in boxes:
+        # Codes of quantized weights are not looked at.
+        if box.into.is_floating_point() and box.into.dtype.itemsize > 1:
+            # A sum needs no tensor of the same size; finite values may overflow it.
+            is_finite = box.into.sum(dtype=torch.float32).isfinite() or box.into.isfinite().all()
+            local_names += [] if is_finite else [box.piece.tensor]
     names = sorted({name for of_rank in ranks.all_gather(local_names) for name in of_rank})
     if names:
         raise CapabilityError(
@@ -111,19 +112,6 @@ def _require_finite(boxes: Sequence[_Box], weights: Path, ranks: ProcessInfo) ->
             "  Fetch or export the weights again; if they are an earlier run's, take a checkpoint "
             "before its loss was NaN."
         )
-
-
-def _is_finite(values: torch.Tensor) -> bool:
-    """Whether no value is NaN or infinite; codes of quantized weights are not looked at."""
-    if not values.is_floating_point() or values.dtype.itemsize == 1:
-        return True
-    # A sum needs no tensor of the same size; where finite values overflow it, each is looked at.
-    is_finite = bool(values.sum(dtype=torch.float32).isfinite())
-    return is_finite or bool(values.isfinite().all())
-
-
-def _is_adapter(local_param: LocalParam) -> bool:
-    return any(parse_lora_name(piece.tensor) for piece in local_param.shards)
 
 
 def _boxes(params: Sequence[LocalParam]) -> list[_Box]:
@@ -136,13 +124,10 @@ def _boxes(params: Sequence[LocalParam]) -> list[_Box]:
 
 def copy_shard(full_tensor: torch.Tensor, piece: TensorShard, into: torch.Tensor) -> None:
     """Copy the box of a full tensor to the local tensor."""
-    for dim, (offset, size) in enumerate(zip(piece.offsets, piece.sizes, strict=True)):
-        full_tensor = full_tensor.narrow(dim, offset, size)
-    into.copy_(full_tensor)
+    into.copy_(narrow(full_tensor, piece.offsets, piece.sizes))
 
 
 def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> None:
-    """Read this rank's own shards."""
     shapes = {box.piece.tensor: box.piece.full_shape for box in boxes}
     _check(folder, shapes)
     if isinstance(folder, QuantizeOnLoad):
@@ -178,8 +163,11 @@ def _receive(
     group: dist.ProcessGroup,
 ) -> None:
     """Rank 0, which has the `folder`, reads each tensor once and sends each rank its boxes."""
-    wishes = _gathered([box.piece for box in boxes], ranks, group)
-    order = _agreed(folder, wishes, group)
+    wishes: list[list[TensorShard]] = [[] for _ in range(ranks.world_size)]
+    dist.gather_object(
+        [box.piece for box in boxes], wishes if ranks.is_main_process else None, dst=0, group=group
+    )
+    order = _agree_on_order(folder, wishes, group)
     local_boxes: dict[str, list[_Box]] = {}
     for box in boxes:
         local_boxes.setdefault(box.piece.tensor, []).append(box)
@@ -196,23 +184,13 @@ def _receive(
         sender.finish()
 
 
-def _gathered(
-    pieces: list[TensorShard], ranks: ProcessInfo, group: dist.ProcessGroup
-) -> list[list[TensorShard]]:
-    """Gather every rank's shards on rank 0."""
-    pieces_by_rank: list[list[TensorShard]] = [[] for _ in range(ranks.world_size)]
-    dist.gather_object(
-        pieces, pieces_by_rank if ranks.is_main_process else None, dst=0, group=group
-    )
-    return pieces_by_rank
-
-
-def _agreed(
+def _agree_on_order(
     folder: TensorReader | None,
     wishes: Sequence[Sequence[TensorShard]],
     group: dist.ProcessGroup,
 ) -> dict[str, tuple[tuple[int, ...], torch.dtype]]:
-    """The shape and stored dtype of every requested tensor, in the order they will be sent."""
+    """The shape and stored dtype of every requested tensor, in the order they will be sent. The
+    same on all ranks, of which rank 0 has the `folder`."""
     answer: list[object] = [None]
     if folder:
         shapes = {piece.tensor: piece.full_shape for pieces in wishes for piece in pieces}
@@ -249,7 +227,6 @@ class _Sender:
         self._sends: list[dist.P2POp] = []
 
     def block(self, name: str, first: int, end: int, own: Sequence[_Box]) -> None:
-        """Read rows `first` to `end` and send each rank its part of them."""
         shape = self._folder.stored(name).shape
         zeros = (0,) * (len(shape) - 1)
         rows = self._folder.box(name, (first, *zeros), (end - first, *shape[1:]))
@@ -261,7 +238,7 @@ class _Sender:
             dist.P2POp(
                 dist.isend,
                 # As bytes: some dtypes of files cannot be sent.
-                _bytes(_columns(rows, piece, *part, first).contiguous()).to(self._device),
+                _columns(rows, piece, *part, first).reshape(-1).view(torch.uint8).to(self._device),
                 rank,
                 self._group,
             )
@@ -274,7 +251,6 @@ class _Sender:
         self._under_way = dist.batch_isend_irecv(sends) if sends else []
 
     def finish(self) -> None:
-        """Wait until all sends have completed."""
         for work in self._under_way:
             work.wait()
         self._under_way, self._sends = [], []
@@ -290,14 +266,8 @@ def _columns(
     rows: torch.Tensor, piece: TensorShard, low: int, high: int, first: int
 ) -> torch.Tensor:
     """Rows `low` to `high` of a box, from `rows`, which begin at row `first` of the tensor."""
-    part = rows.narrow(0, piece.offsets[0] + low - first, high - low)
-    for dim in range(1, len(piece.sizes)):
-        part = part.narrow(dim, piece.offsets[dim], piece.sizes[dim])
-    return part
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.reshape(-1).view(torch.uint8)
+    offsets = piece.offsets[0] + low - first, *piece.offsets[1:]
+    return narrow(rows, offsets, (high - low, *piece.sizes[1:]))
 
 
 def _receive_rows(
@@ -318,8 +288,7 @@ def _receive_rows(
     into.copy_(raw.view(dtype).view(into.shape))
 
 
-def _copy(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
-    """Broadcast the tensor from the group's first rank."""
+def _broadcast(tensor: torch.Tensor, group: dist.ProcessGroup, device: torch.device) -> None:
     if not tensor.numel():
         return
     # Only what is sent must be on the device of the process group.

@@ -1,14 +1,15 @@
 """Multi-token prediction: tensors of layers that predict further tokens. An export has those of the
 base model, byte for byte, where they are not trained."""
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
-from penstock.engine.hf.state_dict import HFStateDict, Tensors
+from penstock.engine.hf.state_dict import HFStateDict, Tensors, from_reader
 from penstock.engine.hf.weight_files import prediction_tensors
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.quantized_reader import QuantizeOnLoad
@@ -68,61 +69,19 @@ def prediction_layers(
     folder: SafetensorsFolder, names: Sequence[str], published: PrequantizedFormat | None
 ) -> HFStateDict:
     """These tensors as the folder has them; quantized matrices are dequantized, as exports are."""
-    matrices = _quantized(folder, names, published)
+    matrices: list[str] = []
+    if published:
+        weights = {f"{name.partition('.weight')[0]}.weight" for name in names if ".weight" in name}
+        matrices = sorted(name for name in weights if published.reader.is_quantized(folder, name))
     reader = QuantizeOnLoad(folder, {}, published, torch.device("cpu"), folder)
     plain = [
         name for name in names if not name.startswith(tuple(f"{matrix}_" for matrix in matrices))
     ]
     shapes = {name: reader.stored(name).shape for name in sorted({*plain, *matrices})}
-
-    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
-        return {
-            name: reader.box(name, (0,) * len(shapes[name]), shapes[name]) for name in requested
-        }
-
     dtypes = {name: folder.stored(name).dtype for name in plain if name not in matrices}
-    return HFStateDict(shapes, read, dtypes)
+    return from_reader(reader, shapes, dtypes)
 
 
 def with_copies(weights: HFStateDict, copies: Mapping[str, str]) -> HFStateDict:
-    """These tensors, and copies of them by name."""
-    shapes = {copy: weights.shapes[name] for copy, name in copies.items()}
-
-    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
-        tensors = weights.read(list({copies[name] for name in requested}))
-        return {name: tensors[copies[name]] for name in requested}
-
-    return with_tensors(weights, HFStateDict(shapes, read))
-
-
-def without_tensors(weights: HFStateDict, names: Iterable[str]) -> HFStateDict:
-    """All but these."""
-    left_out = {*names}
-    shapes = {name: shape for name, shape in weights.shapes.items() if name not in left_out}
-    return HFStateDict(shapes, weights.read, weights.dtypes)
-
-
-def with_tensors(weights: HFStateDict, added: HFStateDict) -> HFStateDict:
-    """Both together."""
-    if not added.shapes:
-        return weights
-
-    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
-        tensors: dict[str, torch.Tensor] = {}
-        for part in (weights, added):
-            if names := [name for name in requested if name in part.shapes]:
-                tensors |= part.read(names)
-        return tensors
-
-    shapes = {**weights.shapes, **added.shapes}
-    return HFStateDict(shapes, read, {**weights.dtypes, **added.dtypes})
-
-
-def _quantized(
-    folder: SafetensorsFolder, names: Sequence[str], published: PrequantizedFormat | None
-) -> list[str]:
-    """The weights among these names that are stored quantized."""
-    if published is None:
-        return []
-    weights = {f"{name.partition('.weight')[0]}.weight" for name in names if ".weight" in name}
-    return sorted(name for name in weights if published.is_quantized(folder, name))
+    """These tensors, and copies of them by name, which are saved in the dtype of the export."""
+    return weights.joined(replace(weights.renamed(copies), dtypes={}))

@@ -7,7 +7,7 @@ the format.
 import itertools
 import math
 import os
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import cache, cached_property
 from pathlib import Path
@@ -39,6 +39,13 @@ DTYPES = {
 }
 
 
+def narrow(tensor: torch.Tensor, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+    """A box of a tensor, as a view."""
+    for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
+        tensor = tensor.narrow(dim, offset, size)
+    return tensor
+
+
 @dataclass(frozen=True)
 class Stored:
     """A tensor in a file."""
@@ -61,7 +68,7 @@ class SafetensorsFolder:
         self._folder, self._single = folder, single
         self._rename: Callable[[str], str] = str
         self._open: dict[Path, int] = {}
-        self._headers = cache(_header)
+        self._headers = cache(read_header)
 
     def __enter__(self) -> Self:
         return self
@@ -88,7 +95,6 @@ class SafetensorsFolder:
         return self.box(name, (0,) * len(shape), shape)
 
     def names(self) -> list[str]:
-        """The names of all tensors."""
         return list(self._files)
 
     def by_file(self) -> dict[Path, list[str]]:
@@ -99,7 +105,6 @@ class SafetensorsFolder:
         return names_by_file
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name exists."""
         require_tensors(names, self._files)
 
     def stored(self, name: str) -> Stored:
@@ -108,7 +113,8 @@ class SafetensorsFolder:
         header = self._headers(file)
         if in_file not in header:
             raise unreadable(file, f"it lacks {in_file}, which the index places there")
-        return header[in_file]
+        entry = header[in_file]
+        return Stored(entry.shape, DTYPES[entry.dtype], entry.start)
 
     def order(self, name: str) -> tuple[str, int]:
         """A sort key: the order of tensors in the files."""
@@ -121,10 +127,12 @@ class SafetensorsFolder:
         raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8, device="cpu")
         # The tensor's own memory, into which files are read without a copy.
         into = raw.numpy().data
-        descriptor, done = self._descriptor(self._files[name]), 0
+        file, done = self._files[name], 0
+        if file not in self._open:
+            self._open[file] = os.open(file, os.O_RDONLY)
         for first, count in _runs(entry.shape, offsets, sizes):
             end = done + count * width
-            self._fill(descriptor, into[done:end], entry.start + first * width, name)
+            self._fill(self._open[file], into[done:end], entry.start + first * width, name)
             done = end
         return raw.view(entry.dtype).view(tuple(sizes))
 
@@ -140,11 +148,6 @@ class SafetensorsFolder:
     @cached_property
     def _unrenamed_files(self) -> dict[str, Path]:
         return files_by_tensor(self._folder, self._single)
-
-    def _descriptor(self, file: Path) -> int:
-        if file not in self._open:
-            self._open[file] = os.open(file, os.O_RDONLY)
-        return self._open[file]
 
     def _fill(self, descriptor: int, into: memoryview, offset: int, name: str) -> None:
         done = 0
@@ -174,11 +177,3 @@ def _runs(
     origin = sum(offset * stride for offset, stride in zip(offsets, strides, strict=True))
     for index in itertools.product(*(range(size) for size in sizes[:depth])):
         yield origin + sum(i * stride for i, stride in zip(index, strides, strict=False)), count
-
-
-def _header(file: Path) -> Mapping[str, Stored]:
-    """The tensors of the file, with torch dtypes."""
-    return {
-        name: Stored(entry.shape, DTYPES[entry.dtype], entry.start)
-        for name, entry in read_header(file).items()
-    }

@@ -23,12 +23,11 @@ Kind = tuple[tuple[int, ...], torch.dtype]
 
 @dataclass(frozen=True)
 class Layout:
-    """The offsets of everything in a file."""
+    """The offsets of everything in a file, and its size in bytes."""
 
     header: bytes
     tensors: Mapping[str, Stored]
     size: int
-    """Bytes of the whole file."""
 
 
 def file_layout(kinds: Mapping[str, Kind]) -> Layout:
@@ -36,14 +35,10 @@ def file_layout(kinds: Mapping[str, Kind]) -> Layout:
     entries: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     starts: dict[str, int] = {}
     offset = 0
-    for name, kind in kinds.items():
-        starts[name] = offset
-        end = offset + tensor_num_bytes(kind)
-        entries[name] = {
-            "dtype": FORMAT_OF[kind[1]],
-            "shape": list(kind[0]),
-            "data_offsets": [offset, end],
-        }
+    for name, (shape, dtype) in kinds.items():
+        starts[name], end = offset, offset + tensor_num_bytes((shape, dtype))
+        span = [offset, end]
+        entries[name] = {"dtype": FORMAT_OF[dtype], "shape": list(shape), "data_offsets": span}
         offset = end
     text = json.dumps(entries, separators=(",", ":")).encode()
     # The format fills its header up with spaces, so that data begins at a multiple of 8 bytes.

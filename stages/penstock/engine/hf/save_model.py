@@ -25,11 +25,7 @@ from penstock.models.automodel.build import absent_rope
 from penstock.models.automodel.remote_code import CODE, code_files
 from penstock.models.multimodal import TEXT_CONFIG
 
-DTYPES = {
-    "float32": torch.float32,
-    "bfloat16": torch.bfloat16,
-    "float16": torch.float16,
-}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 STRETCH = 32 << 20
 """Bytes of rows, as written, that are converted at a time."""
@@ -42,7 +38,6 @@ class HFFolderMeta:
     """The content of a model folder besides weights."""
 
     hf_config: Mapping[str, Any]
-    """The whole config.json; its dtype is set here."""
     tokenizer: TokenizerFiles
     generation_config: Mapping[str, Any] | None = None
     """None: the special tokens of the tokenizer."""
@@ -77,14 +72,10 @@ def write_hf_folder(
         for file in code_files(Path(code["folder"])):
             shutil.copyfile(file, out / file.name)
     extras.tokenizer.write(out)
-    write_json(
-        out / "generation_config.json",
-        extras.tokenizer.with_end_of_turn(
-            extras.tokenizer.generation_defaults()
-            if extras.generation_config is None
-            else extras.generation_config
-        ),
-    )
+    generation_config = extras.generation_config
+    if generation_config is None:
+        generation_config = extras.tokenizer.generation_defaults()
+    write_json(out / "generation_config.json", extras.tokenizer.with_end_of_turn(generation_config))
     return {
         "dtype": dtype_name(dtype),
         "parameters": weights.num_parameters,
@@ -94,7 +85,6 @@ def write_hf_folder(
 
 
 def _with_dtype(config: Mapping[str, Any], name: str) -> dict[str, Any]:
-    """The config with this dtype, also for the language model of a multimodal one."""
     # transformers 4 wrote, and reads, `torch_dtype`.
     keys = ("dtype", *({"torch_dtype"} & config.keys()))
     changed = {**config, **dict.fromkeys(keys, name)}
@@ -113,7 +103,11 @@ def write_weights(
     quantizer: Quantizer | None = None,
 ) -> int:
     """Write the safetensors files, and an index if there are several; returns their number."""
-    kinds = {name: _kinds(name, weights, dtype, quantizer) for name in weights.shapes}
+    kinds: dict[str, dict[str, Kind]] = {}
+    for name, shape in weights.shapes.items():
+        is_quantized = quantizer and name in quantizer.shapes
+        plain = {name: (shape, weights.dtypes.get(name, dtype))}
+        kinds[name] = quantizer.kinds(name) if quantizer and is_quantized else plain
     # All tensors stored for one weight stay in one file.
     sizes = {name: sum(map(tensor_num_bytes, stored.values())) for name, stored in kinds.items()}
     # On the meta device: the hub's function reads sizes alone, and takes none for shared memory.
@@ -131,15 +125,6 @@ def write_weights(
         weight_map = {leaf: files[name] for name in kinds for leaf in kinds[name]}
         write_json(out / INDEX, {"metadata": split.metadata, "weight_map": weight_map})
     return len(split.filename_to_tensors)
-
-
-def _kinds(
-    name: str, weights: HFStateDict, dtype: torch.dtype, quantizer: Quantizer | None
-) -> dict[str, Kind]:
-    """The tensors that a weight is stored as."""
-    if quantizer and name in quantizer.shapes:
-        return quantizer.kinds(name)
-    return {name: (weights.shapes[name], weights.dtypes.get(name, dtype))}
 
 
 def _write_file(
@@ -168,7 +153,7 @@ def _write_file(
 
 
 def _read_batched(weights: HFStateDict, names: Iterable[str]) -> Iterator[tuple[str, torch.Tensor]]:
-    """Iterate over tensors; small ones are read together, because each read has overhead."""
+    # Small tensors are read together, because each read has overhead.
     batches: list[list[str]] = []
     budget = 0
     for name in names:
@@ -198,17 +183,15 @@ def _pieces(
 def save_tensors(tensors: Mapping[str, torch.Tensor], target: Path) -> None:
     """Write one safetensors file atomically. Raises OSError if it cannot be written."""
     with atomic_write(target) as part:
-        own = {name: _own_memory(tensor) for name, tensor in tensors.items()}
+        own: dict[str, torch.Tensor] = {}
+        for name, tensor in tensors.items():
+            is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
+            # The format rejects views of larger tensors.
+            own[name] = tensor if is_whole else tensor.contiguous().clone()
         try:
             save_file(own, part, metadata={"format": "pt"})
         except SafetensorError as error:
             raise OSError(f"{target.name}: {error}") from error
-
-
-def _own_memory(tensor: torch.Tensor) -> torch.Tensor:
-    """The tensor, or a copy of a view of a larger one, which the format rejects."""
-    is_whole = tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes
-    return tensor if is_whole else tensor.contiguous().clone()
 
 
 def dtype_name(dtype: torch.dtype) -> str:

@@ -46,8 +46,39 @@ class HFStateDict:
 
     @property
     def num_parameters(self) -> int:
-        """The number of parameters; a tied head counts once."""
+        """A tied head counts once."""
         return sum(torch.Size(shape).numel() for shape in self.shapes.values())
+
+    def renamed(self, sources: Mapping[str, str]) -> "HFStateDict":
+        """The tensors in `sources`, which are the names here by the new ones."""
+
+        def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+            tensors = self.read(list(dict.fromkeys(sources[name] for name in requested)))
+            return {name: tensors[sources[name]] for name in requested}
+
+        shapes = {name: self.shapes[source] for name, source in sources.items()}
+        dtypes = {name: self.dtypes[of] for name, of in sources.items() if of in self.dtypes}
+        return HFStateDict(shapes, read, dtypes)
+
+    def without(self, names: Iterable[str]) -> "HFStateDict":
+        """All but these."""
+        left_out = {*names}
+        shapes = {name: shape for name, shape in self.shapes.items() if name not in left_out}
+        return HFStateDict(shapes, self.read, self.dtypes)
+
+    def joined(self, added: "HFStateDict") -> "HFStateDict":
+        """Both together."""
+        if not added.shapes:
+            return self
+
+        def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
+            tensors: dict[str, torch.Tensor] = {}
+            for part in (self, added):
+                if names := [name for name in requested if name in part.shapes]:
+                    tensors |= part.read(names)
+            return tensors
+
+        return HFStateDict({**self.shapes, **added.shapes}, read, {**self.dtypes, **added.dtypes})
 
 
 def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HFStateDict:
@@ -85,21 +116,25 @@ def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = N
     return HFStateDict(shapes, read, _exact(names, shapes))
 
 
-def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
-    """The tensors of a folder, or of a reader that wraps it.
-
-    Raises:
-        CapabilityError: one is missing.
-    """
-    shapes = names.hf_shapes()
-    source.require(shapes)
+def from_reader(
+    reader: TensorReader, shapes: Mapping[str, tuple[int, ...]], dtypes: Mapping[str, torch.dtype]
+) -> HFStateDict:
+    """The tensors with these names and shapes."""
 
     def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
         return {
-            name: source.box(name, (0,) * len(shapes[name]), shapes[name]) for name in requested
+            name: reader.box(name, (0,) * len(shapes[name]), shapes[name]) for name in requested
         }
 
-    return HFStateDict(shapes, read, _exact(names, shapes))
+    return HFStateDict(shapes, read, dtypes)
+
+
+def in_source(source: TensorReader, names: WeightMap) -> HFStateDict:
+    """The model's tensors of a folder, or of a reader that wraps it. Raises CapabilityError if one
+    is missing."""
+    shapes = names.hf_shapes()
+    source.require(shapes)
+    return from_reader(source, shapes, _exact(names, shapes))
 
 
 def in_multimodal(
@@ -117,18 +152,9 @@ def in_multimodal(
     frozen = {
         name: folder.stored(name) for name in stored if not is_language(name) and name not in own
     }
-
-    def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
-        tensors = weights.read([own[name] for name in requested if name in own])
-        return {name: tensors[own[name]] if name in own else folder[name] for name in requested}
-
-    shapes = {name: weights.shapes[text] for name, text in own.items()}
-    dtypes = {name: weights.dtypes[text] for name, text in own.items() if text in weights.dtypes}
-    return HFStateDict(
-        shapes | {name: entry.shape for name, entry in frozen.items()},
-        read,
-        dtypes | {name: entry.dtype for name, entry in frozen.items()},
-    )
+    shapes = {name: entry.shape for name, entry in frozen.items()}
+    dtypes = {name: entry.dtype for name, entry in frozen.items()}
+    return weights.renamed(own).joined(from_reader(folder, shapes, dtypes))
 
 
 def _exact(names: WeightMap, shapes: Iterable[str]) -> dict[str, torch.dtype]:

@@ -40,12 +40,16 @@ class TokenizerFiles:
             with atomic_write(out / name) as part:
                 shutil.copyfile(path, part)
         if self.source.pin["kind"] == "builtin":
-            self._save_built_in(out)
+            # Elsewhere first: `save_pretrained` does not write atomically.
+            with tempfile.TemporaryDirectory() as folder:
+                load_tokenizer(self.typed).save_pretrained(folder)
+                for path in regular_files(Path(folder)):
+                    with atomic_write(out / path.name) as part:
+                        shutil.copyfile(path, part)
         if self.chat_template:
             self._write_template(self.chat_template, out)
 
     def _write_template(self, template: ChatTemplate, out: Path) -> None:
-        """Replace the chat template in the folder, wherever it has one."""
         texts = template.export(self._load().chat_template)
         for path in [*out.glob("chat_template.*"), *out.glob(f"{OTHER_TEMPLATES}/*")]:
             path.unlink()
@@ -86,7 +90,6 @@ class TokenizerFiles:
         return load_tokenizer(path, self.source.pin.get("commit"))
 
     def _files(self) -> dict[str, Path]:
-        """File name -> source path."""
         pin = self.source.pin
         if pin["kind"] == "builtin":
             return {}
@@ -109,11 +112,3 @@ class TokenizerFiles:
                 )
         path_by_name.pop("config.json", None)
         return path_by_name
-
-    def _save_built_in(self, out: Path) -> None:
-        # Elsewhere first: `save_pretrained` does not write atomically.
-        with tempfile.TemporaryDirectory() as folder:
-            load_tokenizer(self.typed).save_pretrained(folder)
-            for path in regular_files(Path(folder)):
-                with atomic_write(out / path.name) as part:
-                    shutil.copyfile(path, part)

@@ -10,7 +10,7 @@ from typing import Any
 
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import Entry, files_by_tensor, read_header
-from penstock.engine.hf.expert_parts import find_parts
+from penstock.engine.hf.stored_parts import find_parts
 from penstock.engine.hf.weight_files import absent_tensors, prediction_tensors
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.multimodal import is_language, text_name
@@ -55,7 +55,6 @@ class _Files:
 
     @cached_property
     def indexed(self) -> Mapping[str, Path]:
-        """The file of each tensor that is read."""
         return files_by_tensor(self.folder)
 
     @cached_property
@@ -109,7 +108,6 @@ class _Files:
         return {*read, *further}
 
     def _require_equal(self, ties: Iterable[tuple[str, str]]) -> None:
-        """Raise CapabilityError for a copy that differs from its original."""
         for copy, original in ties:
             # Of unequal lengths the first blocks, dtype and shape, differ already.
             if not all(

@@ -74,7 +74,11 @@ def verify_model(folder: Path, base: Path | None = None, *, runs_code: bool = Fa
     unexpected = {*report["unexpected_keys"]} - copied - {*prediction_tensors(tensors, layers)}
     _require_loaded(folder, report["missing_keys"], unexpected, report["mismatched_keys"])
     _require_dtypes(folder, hf_config, tensors, copied)
-    _require_tokenizer(folder)
+    if any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
+        try:
+            load_tokenizer(str(folder))
+        except PenstockError as error:
+            raise _unloadable(folder, str(error)) from error
 
 
 def verify_adapter(folder: Path, hf_config: Mapping[str, Any]) -> None:
@@ -100,7 +104,8 @@ def verify_adapter(folder: Path, hf_config: Mapping[str, Any]) -> None:
             result = adapted.load_adapter(str(folder), "default", **options)
         except Exception as error:
             raise _unloadable(folder, _reason(error), "PEFT") from error
-    if ignored := [text for text in map(_text, noticed) if text.startswith(UNKNOWN)]:
+    texts = [str(warning.message) for warning in noticed]
+    if ignored := [text for text in texts if text.startswith(UNKNOWN)]:
         raise _unloadable(folder, ignored[0], "PEFT")
     _require_loaded(folder, result.missing_keys, result.unexpected_keys, (), "PEFT")
 
@@ -119,10 +124,8 @@ def quiet_transformers() -> Iterator[None]:
     """transformers without progress bars and reports: what it finds is judged here."""
     from transformers.utils import logging as transformers_logging  # noqa: PLC0415
 
-    had_bars, level = (
-        transformers_logging.is_progress_bar_enabled(),
-        transformers_logging.get_verbosity(),
-    )
+    had_bars = transformers_logging.is_progress_bar_enabled()
+    level = transformers_logging.get_verbosity()
     transformers_logging.disable_progress_bar()
     transformers_logging.set_verbosity(logging.CRITICAL)
     try:
@@ -134,7 +137,6 @@ def quiet_transformers() -> Iterator[None]:
 
 
 def _config(hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
-    """transformers' config of the unquantized model, and the model's class."""
     plain = {key: value for key, value in hf_config.items() if key != "quantization_config"}
     try:
         config = build_config(plain)
@@ -148,14 +150,13 @@ def _config(hf_config: Mapping[str, Any]) -> tuple[Any, Any]:
 def _as_loaded(
     files: SafetensorsFolder, published: PrequantizedFormat | None
 ) -> dict[str, torch.Tensor]:
-    """The tensors on the meta device; those of a quantized matrix as the matrix."""
     # `_global_scale` before `_scale`.
-    suffixes = sorted(STORED[published.publisher], key=len)[::-1] if published else ()
+    suffixes = sorted(STORED[published.declared.quant_method], key=len)[::-1] if published else ()
     tensors: dict[str, torch.Tensor] = {}
     for name in files.names():
         weight = next((name.removesuffix(end) for end in suffixes if name.endswith(end)), name)
-        if published and published.is_quantized(files, weight):
-            shape, dtype = published.shape(files, weight), torch.float32
+        if published and published.reader.is_quantized(files, weight):
+            shape, dtype = published.reader.shape(files, weight), torch.float32
         else:
             weight, stored = name, files.stored(name)
             shape, dtype = stored.shape, stored.dtype
@@ -164,7 +165,6 @@ def _as_loaded(
 
 
 def _copied_from(base: Path | None, files: SafetensorsFolder) -> set[str]:
-    """The tensors that the base model's files have with this name and dtype."""
     if base is None:
         return set()
     with SafetensorsFolder(base) as base_files:
@@ -212,26 +212,12 @@ def _require_dtypes(
         )
 
 
-def _require_tokenizer(folder: Path) -> None:
-    if not any((folder / name).is_file() for name in ("tokenizer.json", "tokenizer_config.json")):
-        return
-    try:
-        load_tokenizer(str(folder))
-    except PenstockError as error:
-        raise _unloadable(folder, str(error)) from error
-
-
 def _some(names: Iterable[str]) -> str:
     ordered = sorted(names)
     return ", ".join([*ordered[:SHOWN], *(["..."] if ordered[SHOWN:] else [])])
 
 
-def _text(warning: warnings.WarningMessage) -> str:
-    return str(warning.message)
-
-
 def _reason(error: Exception) -> str:
-    """The text of another library's error, in one line."""
     return " ".join(str(error).split()).rstrip(".")[:LONGEST] or type(error).__name__
 
 

@@ -9,8 +9,7 @@ from pathlib import Path
 
 from penstock.core.errors import CapabilityError
 from penstock.core.safetensors_header import files_by_tensor, read_header, unreadable
-from penstock.engine.hf.expert_parts import find_parts
-from penstock.engine.hf.row_chunks import find_row_chunks
+from penstock.engine.hf.stored_parts import find_parts, find_row_chunks
 from penstock.models.state_layer_config import Shape
 from penstock.models.weights import WeightMap
 
@@ -67,24 +66,32 @@ def require_weights(
     require_tensors(shapes, in_files)
     for name, shape in shapes.items():
         require_shape(name, stored_shape(name), shape)
-    _require_no_more_layers(in_files, num_layers)
+    matches = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in in_files)
+    layers = {int(match[1]) for match in matches if match}
+    # They would be dropped silently.
+    if more := sorted(layer for layer in layers if layer >= num_layers):
+        raise CapabilityError(
+            f"the checkpoint has {max(layers) + 1} layers, and its config.json says "
+            f"num_hidden_layers {num_layers}: layer {more[0]} and those after it would be left "
+            f"out.\n  {TOGETHER}"
+        )
 
 
 def require_adapter(file: Path, hidden_size: int, num_layers: int) -> None:
     """Raise CapabilityError unless the file of an adapter is complete, and its factors are of a
     model with this width and so many layers."""
     for name, entry in read_header(file).items():
-        match = OF_HIDDEN_STATES.search(name)
+        match, fault = OF_HIDDEN_STATES.search(name), ""
         if match and entry.shape[-1] != hidden_size:
-            raise CapabilityError(
-                f"{file.parent} is an adapter of another model: {name} is {entry.shape}, for "
-                f"{entry.shape[-1]} features, and this model has {hidden_size} (hidden_size).\n"
-                "  Name the base model that its adapter_config.json names."
+            fault = (
+                f"{entry.shape}, for {entry.shape[-1]} features, and this model has {hidden_size} "
+                "(hidden_size)"
             )
-        if match and int(match["layer"]) >= num_layers:
+        elif match and int(match["layer"]) >= num_layers:
+            fault = f"in layer {match['layer']}, and this model has {num_layers}"
+        if fault:
             raise CapabilityError(
-                f"{file.parent} is an adapter of another model: {name} is in layer "
-                f"{match['layer']}, and this model has {num_layers}.\n"
+                f"{file.parent} is an adapter of another model: {name} is {fault}.\n"
                 "  Name the base model that its adapter_config.json names."
             )
 
@@ -130,16 +137,4 @@ def require_shape(name: str, shape: Shape, implied: Shape) -> None:
         raise CapabilityError(
             f"{name} is {shape} in the checkpoint, and the config makes it {implied}.\n"
             "  Check that the weights belong to this config.json."
-        )
-
-
-def _require_no_more_layers(names: Iterable[str], num_layers: int) -> None:
-    """Reject layers that would be dropped silently."""
-    matches = (re.match(r"model\.(?:decoder\.)?layers\.(\d+)\.", name) for name in names)
-    layers = {int(match[1]) for match in matches if match}
-    if more := sorted(layer for layer in layers if layer >= num_layers):
-        raise CapabilityError(
-            f"the checkpoint has {max(layers) + 1} layers, and its config.json says "
-            f"num_hidden_layers {num_layers}: layer {more[0]} and those after it would be left "
-            f"out.\n  {TOGETHER}"
         )

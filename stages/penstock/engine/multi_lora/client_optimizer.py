@@ -1,7 +1,4 @@
-"""Client optimizer: the optimizer of a client's model.
-
-Hyperparameters come with each step.
-"""
+"""The optimizer of a client's model; hyperparameters come with each step."""
 
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -30,13 +27,9 @@ def optimizer_for(
     """A new optimizer without state. Collective."""
     # Any weight decay: it only marks the groups with decay, and each step brings its own value.
     train = run.train.model_copy(update={"weight_decay": 1.0})
-    built = substrate.built
+    run = run.model_copy(update={"train": train})
     optimizer = build_distributed_optimizer(
-        run.model_copy(update={"train": train}),
-        trained,
-        substrate.family.roles,
-        built.config,
-        substrate.ranks,
+        run, trained, substrate.family.roles, substrate.built.config, substrate.ranks
     )
     for group in optimizer.param_groups:
         group[DECAYS] = bool(group["weight_decay"])
@@ -44,10 +37,8 @@ def optimizer_for(
 
 
 def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfig:
-    """The run with these settings of the train section.
-
-    Raises ConfigError if no optimizer has them, or if the optimizer cannot train an adapter.
-    """
+    """The run with these settings of the train section. Raises ConfigError if no optimizer has
+    them, or if the optimizer cannot train an adapter."""
     if not optimizer:
         return run
     for name in STEP_HYPERPARAMETERS:

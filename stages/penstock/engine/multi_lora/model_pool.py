@@ -31,9 +31,7 @@ KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
 """Kinds of layers, by which clients choose what is trained."""
 
 Per = Literal["sum", "token"]
-"""What accumulated gradients belong to: the sum of losses, or a sum to divide by the number of
-tokens.
-"""
+"""What accumulated gradients belong to: the sum of losses, or a sum to divide by the tokens."""
 
 
 class UnknownModelError(ConfigError):
@@ -47,9 +45,13 @@ class LoraSpec:
     rank: int
     alpha: float
     seed: int
-    """The seed of its initialization."""
     kinds: frozenset[Kind]
     """The trained kinds of layers. Layers of no kind, such as an embedding, are always trained."""
+
+    @property
+    def scale(self) -> float:
+        """The factor of the product B A."""
+        return lora_scaling(self.rank, self.alpha, "rank")
 
     def adapts(self, layer: str) -> bool:
         """Whether the adapter of a layer is trained; takes model or checkpoint names."""
@@ -85,10 +87,8 @@ class TenantModel:
     tokens: int = 0
     """Trained tokens of the accumulated passes."""
     step: int = 0
-    """The number of optimizer steps."""
 
     def zero_grad(self) -> None:
-        """Clear the accumulated gradients."""
         self.gradients, self.per, self.tokens = {}, None, 0
 
 
@@ -104,7 +104,6 @@ class ModelPool:
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of open models."""
         return tuple(self._all)
 
     @property
@@ -119,10 +118,7 @@ class ModelPool:
         return self._all[name]
 
     def open(
-        self,
-        name: str,
-        adapter: LoraSpec | None,
-        optimizer: Mapping[str, Any],
+        self, name: str, adapter: LoraSpec | None, optimizer: Mapping[str, Any]
     ) -> TenantModel:
         """Open a new model and load it. `optimizer` are settings of the train section.
 
@@ -172,7 +168,7 @@ class ModelPool:
             # Loaded, the tensors of the base are the only copy.
             resident.weights = None
         if resident.adapter:
-            self._set_lora_scale(resident.adapter)
+            self._set_scale(resident.adapter.scale)
         self._active = resident
         return resident
 
@@ -185,10 +181,7 @@ class ModelPool:
         self._active = self.guest = None
 
     def accumulate_grads(self, resident: TenantModel, tokens: int, per: Per) -> None:
-        """Accumulate the gradients that a pass left in the parameters.
-
-        `tokens` are its trained tokens.
-        """
+        """Accumulate the gradients that a pass of so many trained tokens left in the parameters."""
         for param in self.substrate.trainable:
             # Taken without a copy: the next pass allocates its own.
             gradient, param.parameter.grad = param.parameter.grad, None
@@ -202,12 +195,8 @@ class ModelPool:
         resident.per = per
 
     def grad_norms(self, resident: TenantModel) -> dict[str, float]:
-        """Norms of the accumulated gradients by layer type, if the config asks for them.
-
-        Collective.
-
-        They are divided as a step now would divide the gradients.
-        """
+        """Norms of the accumulated gradients by layer type, if the config asks for them, divided as
+        a step now would divide the gradients. Collective."""
         if resident.norms is None:
             return {}
         norm = resident.norms.of(lambda param: resident.gradients.get(param.name))
@@ -221,10 +210,8 @@ class ModelPool:
             param.parameter.grad = None
 
     def with_alpha(self, adapter: LoraSpec, alpha: float) -> LoraSpec:
-        """The adapter spec with another alpha.
-
-        Raises CapabilityError if compiled graphs need another scaling.
-        """
+        """The adapter spec with another alpha. Raises CapabilityError if compiled graphs need
+        another scaling."""
         scaled = replace(adapter, alpha=alpha)
         self._require_compiled(scaled)
         return scaled
@@ -232,7 +219,7 @@ class ModelPool:
     def set_adapter_spec(self, resident: TenantModel, adapter: LoraSpec) -> None:
         """Set the adapter spec of the loaded model, with tensors of the same shapes."""
         resident.adapter = adapter
-        self._set_lora_scale(adapter)
+        self._set_scale(adapter.scale)
 
     def reset_weights(self, resident: TenantModel) -> None:
         """Reset a full model to its initial weights."""
@@ -246,7 +233,6 @@ class ModelPool:
         self.reset_optimizer(resident)
 
     def reset_optimizer(self, resident: TenantModel) -> None:
-        """Reset the optimizer state."""
         resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
     def load_base(self) -> None:
@@ -260,7 +246,7 @@ class ModelPool:
         """Load these adapter tensors, which belong to no model."""
         self.deactivate()
         self.substrate.load_params(self.substrate.trainable, weights)
-        self._scale(scale)
+        self._set_scale(scale)
 
     @property
     def _model_params(self) -> Sequence[LocalParam]:
@@ -279,10 +265,7 @@ class ModelPool:
             weights.append(shard)
         return weights
 
-    def _set_lora_scale(self, adapter: LoraSpec) -> None:
-        self._scale(lora_scaling(adapter.rank, adapter.alpha, "rank"))
-
-    def _scale(self, scale: float) -> None:
+    def _set_scale(self, scale: float) -> None:
         for part in self.substrate.built.engine.model.parts:
             for module in part.modules():
                 if isinstance(module, (LoraLinear, LoraEmbedding, ExpertAdapter)):
@@ -339,12 +322,11 @@ class ModelPool:
     def _require_compiled(self, adapter: LoraSpec) -> None:
         lora = self.substrate.run.lora
         fixed = lora_scaling(lora.lora_rank, lora.lora_alpha, "rank")
-        scale = lora_scaling(adapter.rank, adapter.alpha, "rank")
-        if self.substrate.run.train.enable_compile and scale != fixed:
+        if self.substrate.run.train.enable_compile and adapter.scale != fixed:
             raise CapabilityError(
-                f"alpha / rank is {scale:g}, and the server's programs are compiled for {fixed:g} "
-                f"(lora_alpha / lora_rank).\n  Ask for alpha {fixed * adapter.rank:g}, or serve "
-                "without enable_compile."
+                f"alpha / rank is {adapter.scale:g}, and the server's programs are compiled for "
+                f"{fixed:g} (lora_alpha / lora_rank).\n  Ask for alpha {fixed * adapter.rank:g}, "
+                "or serve without enable_compile."
             )
 
 

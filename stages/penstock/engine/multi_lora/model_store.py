@@ -38,14 +38,21 @@ from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
 from penstock.engine.multi_lora.rank_padding import rank_dim, trim_lora_rank
 from penstock.engine.vision.build import build_outline
 
+LOG = logging.getLogger(__name__)
+
 BESIDE = 1 << 20
 """Upper bound in bytes of all files besides tensors: metadata and configs."""
 TOKENIZER = 64 << 20
 """Upper bound in bytes of a tokenizer's files."""
 STATES = {"adamw": 8, "anyprecisionadamw": 10, "muon": 8, "sgd": 4}
 """Upper bound of optimizer bytes per parameter: two moments in fp32, and the bfloat16 rounding
-compensation.
-"""
+compensation."""
+
+OF_MODEL = "model"
+"""The key in `state.json` with the description of the model."""
+
+SAMPLER = "sampler.json"
+"""The file in a sampler folder that describes its adapter."""
 
 
 class Sizes(NamedTuple):
@@ -54,9 +61,7 @@ class Sizes(NamedTuple):
     state: int
     """Weights, and optimizer states after the first step."""
     export: int
-    """Weights only, in fp32, plus the stored weights that are on disk at the same time during
-    export.
-    """
+    """Weights only, in fp32, plus the stored weights that are on disk during export."""
 
 
 def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None = None) -> Sizes:
@@ -65,36 +70,19 @@ def estimate_sizes(trained: TrainState, ranks: ProcessInfo, exported: int | None
     `trained` is what a checkpoint saves; `exported` is the number of parameters in an export, None:
     as many as are saved.
     """
-    parts = [
-        (
-            name,
-            math.prod(boxes[0].full_shape) * boxes[0].data.element_size(),
-            math.prod(boxes[0].full_shape),
-        )
+    local_tensors = {
+        name: (math.prod(boxes[0].full_shape), boxes[0].data.element_size())
         for name, boxes in trained.boxes().items()
-    ]
-    # Several ranks hold some parts of a tensor: each counts once.
-    everywhere = {
-        name: (size, numbers)
-        for local_parts in ranks.all_gather(parts)
-        for name, size, numbers in local_parts
     }
-    weights = sum(size for size, _ in everywhere.values())
-    numbers = sum(count for _, count in everywhere.values())
+    tensors: dict[str, tuple[int, int]] = {}
+    for of_rank in ranks.all_gather(local_tensors):
+        # By name: several ranks hold parts of a tensor.
+        tensors |= of_rank
+    weights = sum(count * itemsize for count, itemsize in tensors.values())
+    numbers = sum(count for count, _ in tensors.values())
     states = STATES[type(trained.optimizer).__name__.lower()] * numbers
-    beside = weights + BESIDE + TOKENIZER
-    return Sizes(
-        weights + states + BESIDE, 4 * (numbers if exported is None else exported) + beside
-    )
-
-
-LOG = logging.getLogger(__name__)
-
-OF_MODEL = "model"
-"""The key in `state.json` with the description of the model."""
-
-SAMPLER = "sampler.json"
-"""The file in a sampler folder that describes its adapter."""
+    exported = numbers if exported is None else exported
+    return Sizes(weights + states + BESIDE, 4 * exported + weights + BESIDE + TOKENIZER)
 
 
 @dataclass(frozen=True)
@@ -121,17 +109,11 @@ class ModelStore:
         return estimate_sizes(self._trained(resident, states="left out"), self._ranks, exported)
 
     def save(self, name: str, folder: Path, facts: Mapping[str, Any]) -> None:
-        """Save a checkpoint to resume from, without accumulated gradients.
-
-        Raises StageError if it cannot be written.
-        """
+        """Save a checkpoint to resume from, without accumulated gradients. Raises StageError if it
+        cannot be written."""
         resident = self.residents.activate(name)
-        state = {
-            "step": resident.step,
-            "key": "",
-            "facts": dict(facts),
-            OF_MODEL: self._described(resident),
-        }
+        state = {"step": resident.step, "key": "", "facts": dict(facts)}
+        state[OF_MODEL] = self._described(resident)
         self._checkpoints(resident, folder).save(resident.step, state)
 
     def load(self, name: str, folder: Path, *, optimizer: bool) -> None:
@@ -150,11 +132,8 @@ class ModelStore:
         resident.step = int(state["step"]) if optimizer else 0
 
     def init_from(self, name: str, folder: Path) -> None:
-        """Start a new model from the weights of a checkpoint, which may be one of a run.
-
-        The adapter takes the alpha of the checkpoint, if it has one. Raises ArtifactError as
-        `load`.
-        """
+        """Start a new model from the weights of a checkpoint, which may be one of a run. The
+        adapter takes its alpha, if it has one. Raises ArtifactError as `load`."""
         self._read(self.residents.get(name), folder, "passed over")
 
     def export(self, name: str, folder: Path, dtype: str | None) -> None:
@@ -165,10 +144,7 @@ class ModelStore:
         """
         resident = self.residents.activate(name)
         room = folder.with_name(f"{folder.name}.export{PART}")
-        weights = self._trained(resident, states="left out")
-        aside = CheckpointManager(
-            room, weights, self._ranks, naming=CheckpointNaming("weights"), group=self.group
-        )
+        aside = self._checkpoints(resident, room / "weights", states="left out")
         self._on_main_process(lambda: remove(room))
         try:
             aside.save(resident.step, {"step": resident.step, "key": ""})
@@ -185,9 +161,7 @@ class ModelStore:
         return self.residents.substrate.ranks
 
     def _read(self, resident: TenantModel, folder: Path, states: States) -> dict[str, Any]:
-        """Load a checkpoint into the model, on all ranks or on none, and return its
-        `state.json`.
-        """
+        """Load a checkpoint into the model, on all ranks or on none; returns its `state.json`."""
         try:
             require_whole(folder, self._ranks)
             return self._read_verified(resident, folder, states)
@@ -232,11 +206,8 @@ class ModelStore:
 
     @contextmanager
     def _raise_on_all_ranks(self, folder: Path) -> Generator[None]:
-        """Context manager around per-rank checkpoint reads: errors are raised on all ranks.
-
-        If a rank fails, also for lack of memory, all ranks raise the first failing rank's error, an
-        ArtifactError or StageError.
-        """
+        """If a rank fails, also for lack of memory, all ranks raise the first failing rank's error,
+        an ArtifactError or StageError."""
         fault = None
         try:
             yield
@@ -245,34 +216,30 @@ class ModelStore:
         except Exception as error:
             LOG.exception("%s cannot be loaded on rank %d", folder, self._ranks.rank)
             fault = (False, f"{type(error).__name__}: {error}")
-        by_rank = self._ranks.all_gather(fault)
-        faults = [(rank, *report) for rank, report in enumerate(by_rank) if report is not None]
-        if not faults:
-            return
-        rank, is_of_files, why = faults[0]
-        if is_of_files:
-            raise ArtifactError(why)
-        raise StageError(
-            f"{folder.name} cannot be loaded, as rank {rank} met {why}\n"
-            "  Load it again; the log of the workers tells more."
-        )
+        for rank, report in enumerate(self._ranks.all_gather(fault)):
+            if report is None:
+                continue
+            is_of_files, why = report
+            if is_of_files:
+                raise ArtifactError(why)
+            raise StageError(
+                f"{folder.name} cannot be loaded, as rank {rank} met {why}\n"
+                "  Load it again; the log of the workers tells more."
+            )
 
-    def _checkpoints(self, resident: TenantModel, folder: Path) -> CheckpointManager:
-        trained = self._trained(resident, states="saved")
-        # The folder's own name, whatever the step.
-        naming = CheckpointNaming(folder.name)
+    def _checkpoints(
+        self, resident: TenantModel, folder: Path, *, states: Any = "saved"
+    ) -> CheckpointManager:
+        """A manager that saves to this folder, whatever the step."""
+        trained, naming = self._trained(resident, states=states), CheckpointNaming(folder.name)
         return CheckpointManager(
             folder.parent, trained, self._ranks, naming=naming, group=self.group
         )
 
     def _trained(self, resident: TenantModel, *, states: Any) -> TrainState:
         substrate = self.residents.substrate
-        trained = replace(
-            substrate.built.train_state,
-            optimizer=resident.optimizer,
-            states=states,
-            compressed_to=None,
-        )
+        whole, optimizer = substrate.built.train_state, resident.optimizer
+        trained = replace(whole, optimizer=optimizer, states=states, compressed_to=None)
         if resident.adapter is None or substrate.sharing == "alone":
             return trained
         cut = partial(trim_lora_rank, resident.adapter.rank)
@@ -280,9 +247,10 @@ class ModelStore:
 
     def _described(self, resident: TenantModel) -> dict[str, Any]:
         adapter = resident.adapter
+        hf_config = json.dumps(self.residents.substrate.hf_config, sort_keys=True)
         described: dict[str, Any] = {
             "base_model": self.base_model,
-            "config": _digest(self.residents.substrate.hf_config),
+            "config": hashlib.sha256(hf_config.encode()).hexdigest()[:16],
             "rank": adapter and adapter.rank,
         }
         if adapter:
@@ -299,18 +267,27 @@ class ModelStore:
                 f"{self.base_model}, whose config.json is another.\n"
                 f"  Serve {saved['base_model']}, or load a checkpoint of {self.base_model}."
             )
-        rank = saved["rank"] if "rank" in saved else _rank_in(folder)
+        shapes = CheckpointReader(folder).shapes()
+        factors = {name: factor for name in shapes if (factor := parse_lora_name(name))}
+        # That of the adapters in the checkpoint; None for a full model.
+        ranks = (
+            shapes[name][0][rank_dim(factor, len(shapes[name][0]))]
+            for name, factor in factors.items()
+            if factor.side == "lora_A"
+        )
+        rank = saved["rank"] if "rank" in saved else next(ranks, None)
         if rank != described["rank"]:
+            remedy = "all weights trained (enable_lora: false)" if rank is None else f"rank {rank}"
             raise ArtifactError(
-                f"{folder.name} holds {_told(rank)}, and {resident.name} is "
-                f"{_told(described['rank'])}.\n"
-                f"  Create a model with {_wanted(rank)}, and load it there."
+                f"{folder.name} holds {_describe_rank(rank)}, and {resident.name} is "
+                f"{_describe_rank(described['rank'])}.\n"
+                f"  Create a model with {remedy}, and load it there."
             )
         if resident.adapter is None:
             return
-        substrate, learns = self.residents.substrate, resident.adapter.adapts
-        layers = {layer for layer in substrate.adapted if learns(layer)}
-        if apart := sorted(layers ^ _layers_in(folder)):
+        substrate, adapts = self.residents.substrate, resident.adapter.adapts
+        layers = {layer for layer in substrate.adapted if adapts(layer)}
+        if apart := sorted(layers ^ {factor.hf_module for factor in factors.values()}):
             raise ArtifactError(
                 f"{folder.name} and {resident.name} do not train the same layers: {apart[0]} is "
                 "only in one of them.\n"
@@ -331,7 +308,12 @@ class ModelStore:
             base = run.model.model_path or self.base_model
             write_adapter_folder(adapters, out, base_model=base, dtype=dtype)
             assert resident.adapter is not None
-            write_json(out / SAMPLER, self._sampler(resident))
+            sampler: dict[str, Any] = {
+                "rank": resident.adapter.rank,
+                "alpha": alpha,
+                "layers": [*filter(resident.adapter.adapts, substrate.adapted)],
+                "digests": ALGORITHM,
+            }
         else:
             state_dict = in_checkpoint(reader, names, substrate.formats)
             state_dict = adapters.merged_into(state_dict) if adapters else state_dict
@@ -345,7 +327,8 @@ class ModelStore:
                     HFFolderMeta(substrate.hf_config, self.tokenizer),
                     dtype=dtype or torch.bfloat16,
                 )
-            write_json(out / SAMPLER, {"rank": None, "digests": ALGORITHM})
+            sampler = {"rank": None, "digests": ALGORITHM}
+        write_json(out / SAMPLER, sampler)
         written = regular_files(out)
         digests = {path.relative_to(out).as_posix(): digest_of_file(path) for path in written}
         FolderDigests(digests).write(out)
@@ -356,17 +339,6 @@ class ModelStore:
         out.rename(folder)
         fsync(folder.parent)
         remove(room)
-
-    def _sampler(self, resident: TenantModel) -> dict[str, Any]:
-        adapter = resident.adapter
-        assert adapter is not None
-        layers = [layer for layer in self.residents.substrate.adapted if adapter.adapts(layer)]
-        return {
-            "rank": adapter.rank,
-            "alpha": adapter.alpha,
-            "layers": layers,
-            "digests": ALGORITHM,
-        }
 
     def _on_main_process(self, act: Callable[[], None]) -> None:
         """Run `act` on rank 0 while the others wait. All raise StageError if it failed."""
@@ -397,10 +369,8 @@ def build_model_store(
 
 
 def sampler_in(folder: Path) -> Mapping[str, Any]:
-    """The description of the adapter in a sampler folder.
-
-    Raises ArtifactError if there is none, or if it is damaged.
-    """
+    """The description of the adapter in a sampler folder. Raises ArtifactError if there is none, or
+    if it is damaged."""
     if not (folder / SAMPLER).is_file():
         raise ArtifactError(f"{folder.name} is nothing to sample from.\n  Save it again.")
     try:
@@ -440,28 +410,5 @@ def _require_optimizer(resident: TenantModel, folder: Path, state: Mapping[str, 
         )
 
 
-def _rank_in(folder: Path) -> int | None:
-    """The rank of the adapters in a checkpoint; None for a full model."""
-    for name, (shape, _) in CheckpointReader(folder).shapes().items():
-        factor = parse_lora_name(name)
-        if factor and factor.side == "lora_A":
-            return shape[rank_dim(factor, len(shape))]
-    return None
-
-
-def _layers_in(folder: Path) -> set[str]:
-    """The layers with adapters in a checkpoint."""
-    factors = map(parse_lora_name, CheckpointReader(folder).shapes())
-    return {factor.hf_module for factor in factors if factor}
-
-
-def _digest(hf_config: Mapping[str, Any]) -> str:
-    return hashlib.sha256(json.dumps(hf_config, sort_keys=True).encode()).hexdigest()[:16]
-
-
-def _told(rank: int | None) -> str:
+def _describe_rank(rank: int | None) -> str:
     return "all weights of a model" if rank is None else f"an adapter of rank {rank}"
-
-
-def _wanted(rank: int | None) -> str:
-    return "all weights trained (enable_lora: false)" if rank is None else f"rank {rank}"

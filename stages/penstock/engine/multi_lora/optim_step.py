@@ -81,7 +81,11 @@ def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) 
     resident.optimizer.step()
     substrate.reshard()
     resident.step += 1
-    _merge(residents, resident)
+    relora, adapter = substrate.built.engine.part(ReLoRA), resident.adapter
+    if relora and adapter and relora.is_due(resident.step):
+        relora = replace(relora, optimizer=resident.optimizer, seed=adapter.seed)
+        relora.merge(resident.step)
+        substrate.reshard()
     return {
         "grad_norm": norm,
         "learning_rate": adam_params.learning_rate,
@@ -90,10 +94,8 @@ def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) 
 
 
 def _set(resident: TenantModel, adam_params: AdamParams, lr_of_file: float) -> None:
-    hyperparameters: dict[str, Any] = {
-        "betas": (adam_params.beta1, adam_params.beta2),
-        "eps": adam_params.eps,
-    }
+    betas = adam_params.beta1, adam_params.beta2
+    hyperparameters: dict[str, Any] = {"betas": betas, "eps": adam_params.eps}
     for group in resident.optimizer.param_groups:
         # RATE of Muon matrices is relative to the config's lr, so this gives them the Muon learning
         # rate of the config.
@@ -101,14 +103,3 @@ def _set(resident: TenantModel, adam_params: AdamParams, lr_of_file: float) -> N
         group["lr"] = rate * group[RATE]
         group["weight_decay"] = adam_params.weight_decay if group[DECAYS] else 0.0
         group.update({name: value for name, value in hyperparameters.items() if name in group})
-
-
-def _merge(residents: ModelPool, resident: TenantModel) -> None:
-    """ReLoRA: merge the adapter into the base if the settings ask for it at this step."""
-    substrate = residents.substrate
-    merging = substrate.built.engine.part(ReLoRA)
-    if merging is None or resident.adapter is None or not merging.is_due(resident.step):
-        return
-    relora = replace(merging, optimizer=resident.optimizer, seed=resident.adapter.seed)
-    relora.merge(resident.step)
-    substrate.reshard()

@@ -20,11 +20,9 @@ def padded_lora_init(name: str, full_shape: Sequence[int], rank: int, seed: int)
     """The initial value of this factor with `rank`, padded to this shape; fp32 on the CPU."""
     factor = parse_lora_name(name)
     assert factor is not None, f"{name} is no part of an adapter"
-    shape, dim = list(full_shape), rank_dim(factor, len(full_shape))
-    shape[dim] = rank
-    padded = torch.zeros(*full_shape, dtype=torch.float32)
-    padded.narrow(dim, 0, rank).copy_(initial_lora(name, shape, seed))
-    return padded
+    shape = list(full_shape)
+    shape[rank_dim(factor, len(shape))] = rank
+    return padded(name, initial_lora(name, shape, seed), full_shape)
 
 
 def padded(name: str, tensor: torch.Tensor, full_shape: Sequence[int]) -> torch.Tensor:
@@ -43,32 +41,22 @@ def rank_dim(factor: LoraParamName, dims: int) -> int:
 
 
 def trim_lora_rank(rank: int, boxes: Boxes) -> Boxes:
-    """Trim the boxes of LoRA factors, and of their optimizer states, to a smaller rank.
-
-    They are views.
-    """
+    """Trim the boxes of LoRA factors, and of their optimizer states, to a smaller rank. They are
+    views."""
     trimmed: dict[str, list[ShardView]] = {}
     for name, parts in boxes.items():
-        factor = _factor_in(name)
-        # Per-tensor scalars are not trimmed.
-        cut = [
-            _cut(box, factor, rank) if factor and len(box.full_shape) > 1 else box for box in parts
-        ]
-        if boxes_within := [box for box in cut if box is not None]:
-            trimmed[name] = boxes_within
+        is_state = name.startswith(OPTIMIZER)
+        tensor = name.removeprefix(OPTIMIZER).rpartition(".")[0] if is_state else name
+        factor = parse_lora_name(tensor.removeprefix(MODEL))
+        for box in parts:
+            shape = list(box.full_shape)
+            # Per-tensor scalars are not trimmed.
+            if factor and len(shape) > 1:
+                dim = rank_dim(factor, len(shape))
+                size, shape[dim] = min(rank - box.offsets[dim], box.data.shape[dim]), rank
+                if size <= 0:
+                    continue
+                data = box.data.narrow(dim, 0, size)
+                box = replace(box, full_shape=tuple(shape), data=data)
+            trimmed.setdefault(name, []).append(box)
     return trimmed
-
-
-def _factor_in(name: str) -> LoraParamName | None:
-    if name.startswith(OPTIMIZER):
-        return parse_lora_name(name.removeprefix(OPTIMIZER).rpartition(".")[0])
-    return parse_lora_name(name.removeprefix(MODEL))
-
-
-def _cut(box: ShardView, factor: LoraParamName, rank: int) -> ShardView | None:
-    dim = rank_dim(factor, len(box.full_shape))
-    size = min(rank - box.offsets[dim], box.data.shape[dim])
-    if size <= 0:
-        return None
-    trimmed_shape = (*box.full_shape[:dim], rank, *box.full_shape[dim + 1 :])
-    return replace(box, full_shape=trimmed_shape, data=box.data.narrow(dim, 0, size))

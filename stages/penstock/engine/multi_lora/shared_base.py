@@ -1,7 +1,4 @@
-"""Shared base model: one base on which clients train several models in turn.
-
-Covers how it is built, and how its weights are loaded and replaced.
-"""
+"""Shared base model: one base on which clients train several models in turn."""
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,7 +10,6 @@ from torch.distributed.fsdp import FSDPModule
 
 from penstock.adapters.match_targets import HEAD, names_vision
 from penstock.adapters.names import parse_lora_name
-from penstock.config.schema.lora import LoraConfig
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError
 from penstock.engine.build import (
@@ -36,9 +32,7 @@ from penstock.models.vision.types import VISION_TYPES, VisionConfig, read_vision
 from penstock.models.weights import WeightMap
 
 Sharing = Literal["adapters", "alone"]
-"""Whether models share the base with their own adapters, or one model at a time owns all
-weights.
-"""
+"""Whether models share the base with their own adapters, or one at a time owns all weights."""
 
 UNSUPPORTED = {
     "use_dora": "magnitudes start at norms of the base, which every model would have to measure",
@@ -68,10 +62,8 @@ class SharedBase:
 
     @property
     def family(self) -> Family:
-        """The model family."""
-        return get_family(
-            dict(self.hf_config), self.run.model.backend, adapters=self.run.lora.enable_lora
-        )
+        run = self.run
+        return get_family(dict(self.hf_config), run.model.backend, adapters=run.lora.enable_lora)
 
     @property
     def vision(self) -> VisionConfig | None:
@@ -116,25 +108,17 @@ class SharedBase:
     @property
     def base(self) -> BaseModelWeights:
         """The weights that it was built with, by checkpoint name."""
-        return BaseModelWeights(
-            self.names,
-            quantization_args(self.run),
-            self.hf_config,
-            self.family.roles,
-            self.weights,
-        )
+        quantizing, roles = quantization_args(self.run), self.family.roles
+        return BaseModelWeights(self.names, quantizing, self.hf_config, roles, self.weights)
 
     @property
     def formats(self) -> Formats:
-        """The formats of quantized matrices of the base."""
         return self.base.formats
 
     @torch.no_grad()
     def reset_to_base(self, folder: Path | None = None) -> None:
         """Reload the initial weights of every parameter, or those of a full model in `folder`.
-
-        Collective.
-        """
+        Collective."""
         run, family = self.run, self.family
         names = family.weight_map(self.built.config, merge_qkv=run.model.merge_qkv)
         weights = folder or self.weights
@@ -194,7 +178,9 @@ def build_shared_base(
             f" take images: {', '.join(VISION_TYPES)}.\n"
             "  Train its language model with penstock run, or name another model."
         )
-    if lora.enable_lora and (of_vision := [*filter(names_vision, _written_targets(lora))]):
+    targets = lora.lora_target_modules or []
+    targets = [targets] if isinstance(targets, str) else list(targets)
+    if lora.enable_lora and (of_vision := [*filter(names_vision, targets)]):
         raise CapabilityError(
             f"lora_target_modules names {of_vision[0]}, of the vision part, which is frozen here.\n"
             "  Name layers of the language model."
@@ -209,8 +195,3 @@ def build_shared_base(
     run = run.model_copy(update={"lora": lora, "train": train})
     built = assemble(run, hf_config, weights, ranks, notify, images=bool(family.multimodal))
     return SharedBase(run, hf_config, weights, built, ranks)
-
-
-def _written_targets(lora: LoraConfig) -> list[str]:
-    targets = lora.lora_target_modules
-    return [targets] if isinstance(targets, str) else list(targets or [])

@@ -44,8 +44,13 @@ def build_distributed_optimizer(
     """
     train = run.train
     trained = [param for param in params if param.parameter.requires_grad]
-    matrices = [param for param in trained if is_matrix(param, roles)] if _is_muon(train) else []
-    head_rows = split_by_heads(config) if train.muon_split_heads else whole_matrices
+    matrices: list[LocalParam] = []
+    directions = None
+    if train.optimizer == "muon":
+        matrices = [param for param in trained if is_matrix(param, roles)]
+        head_rows = split_by_heads(config) if train.muon_split_heads else whole_matrices
+        orthogonalizer = newton_schulz_args(train)
+        directions = DistMuon(matrices, orthogonalizer, ranks, head_rows=head_rows)
     num_layers = config.num_hidden_layers
     bound = train.layerwise_lr_decay_bound
     by_depth = constant_multiplier if bound == 1 else layerwise_lr_decay(bound, num_layers)
@@ -59,16 +64,14 @@ def build_distributed_optimizer(
         lora_plus_ratio=run.lora.lora_plus_ratio,
         lr_multiplier=with_part_lrs(by_depth, part, ratios),
         matrices={param.name for param in matrices},
-        muon_lr_multiplier=train.muon_lr / train.lr if _is_muon(train) else 1.0,
+        muon_lr_multiplier=train.muon_lr / train.lr if directions else 1.0,
     )
     return build_optimizer(
         [(param.name, param.parameter) for param in trained],
         train,
         grouping,
         precision=build_state_precision(train, trained),
-        directions=DistMuon(matrices, newton_schulz_args(train), ranks, head_rows=head_rows)
-        if _is_muon(train)
-        else None,
+        directions=directions,
         tensors=TensorNorms(trained, ranks) if train.optimizer == "novograd" else None,
     )
 
@@ -98,9 +101,7 @@ def build_state_precision(train: TrainConfig, params: Sequence[LocalParam]) -> S
 
 
 def build_rounding(params: Sequence[LocalParam], seed: int) -> Rounding:
-    """Random numbers for stochastic rounding: a function of seed, step, and position in the
-    checkpoint.
-    """
+    """Random numbers for stochastic rounding, from seed, step, and position in the checkpoint."""
     pieces = {param.parameter: param.shards for param in params}
 
     def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
@@ -124,7 +125,3 @@ def _runs(piece: TensorShard, salt: str) -> list[RowKeys]:
         RowKeys(piece.sizes[1], key, (piece.offsets[0] + number) * rows + piece.offsets[1])
         for number in range(piece.sizes[0])
     ]
-
-
-def _is_muon(train: TrainConfig) -> bool:
-    return train.optimizer == "muon"

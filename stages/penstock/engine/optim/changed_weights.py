@@ -26,7 +26,6 @@ class ChangedWeights(StepPart):
 
     @torch.no_grad()
     def before_update(self, step: StepState) -> None:
-        """Copy them."""
         if step.measures_changes:
             for param in self._params:
                 if param.parameter.grad is not None:

@@ -61,5 +61,4 @@ class GradClipping(StepPart):
     max_norm: float
 
     def before_update(self, step: StepState) -> None:
-        """See `scale_gradients`."""
         scale_gradients(self.params, step.grad_norm, self.max_norm)

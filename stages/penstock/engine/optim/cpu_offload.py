@@ -1,6 +1,5 @@
-"""Optimizer CPU offload: optimizer states and steps in host memory.
-
-The optimizer steps CPU copies of the weights (Ren et al. 2021, "ZeRO-Offload").
+"""Optimizer CPU offload: the optimizer steps CPU copies of the weights (Ren et al. 2021,
+"ZeRO-Offload").
 
 A step copies gradients and weights to the host, and the updated weights back. Results are the same
 as without offload.
@@ -16,8 +15,6 @@ from penstock.engine.device import uses_cuda
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.step_part import StepPart, StepState
 
-HOST = torch.device("cpu")
-
 
 @dataclass(frozen=True)
 class CPUOffloadedParams(StepPart):
@@ -30,13 +27,15 @@ class CPUOffloadedParams(StepPart):
     def of(cls, params: Sequence[LocalParam]) -> "CPUOffloadedParams":
         """Create CPU copies of the local shards of the trainable parameters of `params`."""
         trainable = [param for param in params if param.parameter.requires_grad]
-        return cls(
-            trainable, [replace(param, parameter=_copy(param.parameter)) for param in trainable]
-        )
+        host_params: list[LocalParam] = []
+        for param in trainable:
+            copy = nn.Parameter(_empty_like(local(param.parameter.detach())))
+            copy.grad_dtype = param.parameter.grad_dtype
+            host_params.append(replace(param, parameter=copy))
+        return cls(trainable, host_params)
 
     @torch.no_grad()
     def before_update(self, step: StepState) -> None:
-        """Copy weights and gradients to the CPU."""
         del step
         for param, host_param in zip(self.device_params, self.host_params, strict=True):
             copy, gradient = host_param.parameter, param.parameter.grad
@@ -46,7 +45,7 @@ class CPUOffloadedParams(StepPart):
                 copy.grad = None
                 continue
             if copy.grad is None:
-                copy.grad = _like(local(gradient))
+                copy.grad = _empty_like(local(gradient))
             copy.grad.copy_(local(gradient), non_blocking=True)
         # The optimizer steps on the host, which does not wait for copies by itself.
         if uses_cuda():
@@ -54,18 +53,11 @@ class CPUOffloadedParams(StepPart):
 
     @torch.no_grad()
     def after_update(self, step: StepState) -> None:
-        """Copy the updated weights back."""
         del step
         for param, copy in zip(self.device_params, self.host_params, strict=True):
             # The host writes to the copy again after the next `before_update` has synchronized.
             local(param.parameter).copy_(copy.parameter, non_blocking=True)
 
 
-def _copy(parameter: nn.Parameter) -> nn.Parameter:
-    copy = nn.Parameter(_like(local(parameter.detach())))
-    copy.grad_dtype = parameter.grad_dtype
-    return copy
-
-
-def _like(tensor: torch.Tensor) -> torch.Tensor:
-    return torch.empty_like(tensor, device=HOST, pin_memory=uses_cuda())
+def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    return torch.empty_like(tensor, device="cpu", pin_memory=uses_cuda())

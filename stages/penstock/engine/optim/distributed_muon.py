@@ -65,7 +65,6 @@ class Box:
 
     @property
     def numel(self) -> int:
-        """The number of elements."""
         return self.sizes[0] * self.sizes[1]
 
     def within(self, whole_NK: torch.Tensor) -> torch.Tensor:
@@ -92,9 +91,9 @@ def matrix_shards(pieces: Sequence[TensorShard], head_rows: tuple[int, ...] = ()
     matrix of a stack, or of a head."""
     boxes: list[Box] = []
     for piece in pieces:
-        shape, offsets, sizes = (
-            _two(numbers[-2:]) for numbers in (piece.full_shape, piece.offsets, piece.sizes)
-        )
+        # Of a stack, those of its matrices.
+        shape = piece.full_shape[-2], piece.full_shape[-1]
+        offsets, sizes = (piece.offsets[-2], piece.offsets[-1]), (piece.sizes[-2], piece.sizes[-1])
         if len(piece.full_shape) == 3:
             numbers = range(piece.offsets[0], piece.offsets[0] + piece.sizes[0])
             boxes += [Box((piece.tensor, number), shape, offsets, sizes) for number in numbers]
@@ -124,18 +123,13 @@ def _boxes_of_heads(
             yield Box((tensor, number), (rows, columns), within, (last - first, sizes[1]))
 
 
-def _two(numbers: tuple[int, ...]) -> tuple[int, int]:
-    first, second = numbers
-    return first, second
-
-
 def planned(have: Sequence[Sequence[tuple[str, list[Box]]]], at_once: int) -> list[Message]:
-    """The messages between ranks, given each rank's parameters by name, with their boxes.
+    """The messages between ranks, given each rank's parameters by name, with their boxes; the same
+    on every rank.
 
-    The result is the same on every rank. All matrices of a parameter are orthogonalized in one
-    wave, and waves hold about `at_once` elements per rank; parameters at the same position on
-    several ranks share a wave. Matrices are assigned greedily, most expensive first, to the least
-    loaded holder.
+    All matrices of a parameter are orthogonalized in one wave, and waves hold about `at_once`
+    elements per rank; parameters at the same position on several ranks share a wave. Matrices are
+    assigned greedily, most expensive first, to the least loaded holder.
     """
     order: dict[str, int] = {}
     for rank_params in have:
@@ -186,10 +180,8 @@ def _cost(box: Box) -> int:
 
 
 class DistMuon:
-    """The orthogonalized updates of sharded matrices.
-
-    Every rank creates it and calls it at the same time, with all its parameters of `params`.
-    """
+    """The orthogonalized updates of sharded matrices. Every rank creates it and calls it at the
+    same time, with all its parameters of `params`."""
 
     def __init__(
         self,
@@ -207,43 +199,34 @@ class DistMuon:
         have = [(param.name, self._boxes[param.parameter]) for param in params]
         messages = planned(ranks.all_gather(have), at_once)
         self._waves = [list(wave) for _, wave in groupby(messages, attrgetter("wave"))]
-        self._last_wave = self._last_waves()
+        wave_of = {message.box: message.wave for message in messages}
+        # -1 for parameters of which this rank holds nothing.
+        self._last_wave = {
+            parameter: max((wave_of[box] for box in boxes), default=-1)
+            for parameter, boxes in self._boxes.items()
+        }
 
     def __call__(
         self, parameters: Sequence[nn.Parameter], momentum_fn: MomentumFn
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield the updates wave by wave."""
         assert {*parameters} == {*self._params}, "other parameters than in the constructor"
         for wave, messages in enumerate(self._waves):
             of_wave = [param for param in parameters if self._last_wave[param] == wave]
             momenta = {param: momentum_fn(param) for param in of_wave}
-            directions = self._orthogonalized(messages, self._views(momenta))
+            views: dict[Box, torch.Tensor] = {}
             for parameter, momentum in momenta.items():
-                yield parameter, self._direction(parameter, momentum, directions)
+                views.update(self._box_views(parameter, momentum))
+            directions = self._orthogonalized(messages, views)
+            for parameter, momentum in momenta.items():
+                update = torch.empty_like(momentum, dtype=torch.float32)
+                for box, into in self._box_views(parameter, update):
+                    into.copy_(directions[box]).mul_(self._orthogonalizer.size(box.shape))
+                yield parameter, update
         for parameter in parameters:
             if self._last_wave[parameter] < 0:
                 # This rank holds no part of it. Its momentum is requested all the same, because it
                 # counts steps.
                 yield parameter, momentum_fn(parameter).float()
-
-    def _last_waves(self) -> dict[nn.Parameter, int]:
-        """The last wave of each parameter; -1 for parameters of which this rank holds nothing."""
-        wave_of = {
-            message.box: number
-            for number, messages in enumerate(self._waves)
-            for message in messages
-        }
-        return {
-            parameter: max((wave_of[box] for box in boxes), default=-1)
-            for parameter, boxes in self._boxes.items()
-        }
-
-    def _views(self, momenta: Mapping[nn.Parameter, torch.Tensor]) -> dict[Box, torch.Tensor]:
-        """Every local box, as a view of its parameter's momentum."""
-        views: dict[Box, torch.Tensor] = {}
-        for parameter, momentum in momenta.items():
-            views.update(self._box_views(parameter, momentum))
-        return views
 
     def _box_views(
         self, parameter: nn.Parameter, local_tensor: torch.Tensor
@@ -272,16 +255,13 @@ class DistMuon:
         boxes = {msg.box: momenta[msg.box] for msg in owned if msg.source == me} | arrived
         full_matrices: dict[tuple[str, int], torch.Tensor] = {}
         for msg in owned:
-            full_matrix = full_matrices.get(msg.box.matrix)
-            if full_matrix is None:
-                full_matrix = torch.empty(
+            if (matrix := msg.box.matrix) not in full_matrices:
+                full_matrices[matrix] = torch.empty(
                     msg.box.shape, dtype=torch.bfloat16, device=self._ranks.device
                 )
-                full_matrices[msg.box.matrix] = full_matrix
-            msg.box.within(full_matrix).copy_(boxes[msg.box])
-        orthogonal = dict(
-            zip(full_matrices, self._orthogonalizer(list(full_matrices.values())), strict=True)
-        )
+            msg.box.within(full_matrices[matrix]).copy_(boxes[msg.box])
+        updates = self._orthogonalizer(list(full_matrices.values()))
+        orthogonal = dict(zip(full_matrices, updates, strict=True))
         directions = {msg.box: msg.box.within(orthogonal[msg.box.matrix]) for msg in owned}
         back = self._exchange(
             [(rank, directions[msg.box]) for msg in owned for rank in msg.holders if rank != me],
@@ -297,7 +277,6 @@ class DistMuon:
         *,
         communicates: bool,
     ) -> dict[Box, torch.Tensor]:
-        """Send boxes to ranks and receive others, in the planned order."""
         if not communicates:
             return {}
         world, device = self._ranks.world_size, self._ranks.device
@@ -315,15 +294,3 @@ class DistMuon:
         boxes = [box for of_rank in expected for box in of_rank]
         cut = received.view(torch.bfloat16).split([box.numel for box in boxes])
         return {box: part.view(box.sizes) for box, part in zip(boxes, cut, strict=True)}
-
-    def _direction(
-        self,
-        parameter: nn.Parameter,
-        momentum: torch.Tensor,
-        directions: Mapping[Box, torch.Tensor],
-    ) -> torch.Tensor:
-        """The update of the local part of a parameter, in float32."""
-        direction = torch.empty_like(momentum, dtype=torch.float32)
-        for box, into in self._box_views(parameter, direction):
-            into.copy_(directions[box]).mul_(self._orthogonalizer.size(box.shape))
-        return direction

@@ -31,7 +31,6 @@ class GradScaler(StepPart):
     """The trainable parameters."""
 
     def before_forward(self, step: StepState) -> None:
-        """Set the scale."""
         step.scale = self.scale
 
     @torch.no_grad()
@@ -57,14 +56,11 @@ class GradScaler(StepPart):
             self.scale, self.quiet = 2 * self.scale, 0
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """The scale of this step, and whether its update was skipped."""
         del totals
         return {"loss_scale": step.scale, "skipped": not step.is_finite}
 
     def as_json(self) -> dict[str, Any]:
-        """The state for a checkpoint."""
         return {"scale": self.scale, "quiet": self.quiet}
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Resume from a saved state."""
         self.scale, self.quiet = state["scale"], state["quiet"]

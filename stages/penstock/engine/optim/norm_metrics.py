@@ -7,7 +7,8 @@ the number of ranks that hold it, so that it counts once. L layers, by their nam
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Literal
+from itertools import chain
+from typing import Any
 
 import torch
 
@@ -17,8 +18,6 @@ from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.step_part import StepPart, StepState
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock_kernels.to_device import to_device
-
-Detail = Literal["none", "total", "layers"]
 
 _MOE_MODULES = {"experts": "experts", "adapter": "experts", "gate": "router"}
 """Modules of an MoE layer; `adapter` is the adapter that all experts share."""
@@ -66,51 +65,45 @@ class Norms(StepPart):
     ) -> None:
         """Group by layer, or by `named` of parameter names. Collective."""
         named = named or norm_layer_name
-        self.gradients = parse_norm_detail(train.log_grad_norm)
-        self.parameters = parse_norm_detail(train.log_param_norm)
+        self.gradients, self.parameters = train.log_grad_norm, train.log_param_norm
         self._ranks = ranks
+        # As `gradient_norm` computed them; None with an optimizer in the backward pass.
         self._of_gradients: Norm | None = None
-        """As `gradient_norm` computed them; None with an optimizer in the backward pass."""
         names: list[str] = []
         if "layers" in (self.gradients, self.parameters):
             # Pipeline stages hold different layers.
             everywhere = ranks.all_gather(sorted({named(param.name) for param in trained}))
-            names = sorted(
-                {name for local_names in everywhere for name in local_names}, key=_in_order
-            )
+            names = sorted({*chain.from_iterable(everywhere)}, key=_model_order)
         self.names = names
+        # Parts of parameters that are held by the same number of ranks each; None: all of it.
+        self._parts: list[tuple[LocalParam, TensorShard | None]] = []
         # Computed once: the number of ranks that hold each element, and its layer.
-        self._parts = [(param, part) for param in trained for part in _parts_of(param)]
-        copies = [part.copies for _, part in self._parts]
-        layer_index = [names.index(named(param.name)) if names else 0 for param, _ in self._parts]
+        copies, layer_index = list[int](), list[int]()
+        for param in trained:
+            pieces = [(piece, param.num_replicas * piece.num_copies) for piece in param.shards]
+            whole = param.num_copies
+            for piece, num_copies in pieces if whole is None else [(None, whole)]:
+                self._parts.append((param, piece))
+                copies.append(num_copies)
+                layer_index.append(names.index(named(param.name)) if names else 0)
         self._copies = torch.tensor(copies, dtype=torch.float64, device=ranks.device)
         self._places = torch.tensor(layer_index, dtype=torch.int64, device=ranks.device)
 
     def gradient_norm(self) -> torch.Tensor:
         """The total norm of the current gradients; keeps their norms for the metrics."""
-        self._of_gradients = self.of_gradients()
+        self._of_gradients = self.of(lambda param: param.parameter.grad)
         return self._of_gradients.total
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
         """The logged norms after the update, except the total gradient norm."""
         del totals
-        return self.metrics(self._of_gradients) if step.is_finite else {}
-
-    def of_gradients(self) -> Norm:
-        """Norms of the current gradients."""
-        return self.of(lambda param: param.parameter.grad)
-
-    def of_parameters(self) -> Norm:
-        """Norms of the current parameters."""
-        return self.of(lambda param: param.parameter.detach())
-
-    def metrics(self, gradients: Norm | None) -> dict[str, Any]:
-        """The logged norms, except the total gradient norm."""
         metrics: dict[str, Any] = {}
-        if self.gradients == "layers" and gradients:
-            metrics["grad_norms"] = self.by_name(gradients)
-        if self.parameters != "none":
-            norm = self.of_parameters()
+        if not step.is_finite:
+            return metrics
+        if self.gradients == "layers" and self._of_gradients:
+            metrics["grad_norms"] = self.by_name(self._of_gradients)
+        if self.parameters:
+            norm = self.of(lambda param: param.parameter.detach())
             metrics["param_norm"] = norm.total.item()
             if self.parameters == "layers":
                 metrics["param_norms"] = self.by_name(norm)
@@ -124,10 +117,10 @@ class Norms(StepPart):
     def of(self, tensor_of: Callable[[LocalParam], torch.Tensor | None]) -> Norm:
         """Norms of one tensor, or None, per parameter, with the parameter's layout."""
         device, tensors, present = self._ranks.device, list[torch.Tensor](), list[int]()
-        for index, (param, part) in enumerate(self._parts):
+        for index, (param, piece) in enumerate(self._parts):
             tensor = tensor_of(param)
             if tensor is not None:
-                tensors.append(part.of(local(tensor)))
+                tensors.append(piece.view(local(tensor)) if piece else local(tensor))
                 present.append(index)
         squares_L = torch.zeros(max(1, len(self.names)), dtype=torch.float64, device=device)
         if tensors:
@@ -142,25 +135,6 @@ class Norms(StepPart):
             squares_L.index_add_(0, layer_index, counted)
         squares_L = self._ranks.all_reduce_sum(squares_L)
         return Norm(squares_L.sum().sqrt().float(), squares_L.sqrt().float())
-
-
-@dataclass(frozen=True)
-class _Part:
-    """A part of a local tensor whose elements are held by the same number of ranks."""
-
-    piece: TensorShard | None
-    """None: all of the tensor."""
-    copies: int
-
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        return tensor if self.piece is None else self.piece.view(tensor)
-
-
-def parse_norm_detail(written: bool | Literal["layers"]) -> Detail:
-    """Parse `log_grad_norm` or `log_param_norm`."""
-    if written == "layers":
-        return "layers"
-    return "total" if written else "none"
 
 
 def norm_layer_name(name: str) -> str:
@@ -187,14 +161,8 @@ def norm_layer_type(name: str) -> str:
     return "norm" if "norm" in inner else norm_layer_name(name)
 
 
-def _in_order(name: str) -> tuple[int, int, str]:
-    """Sort key in model order: modules before the layers, layers by number, modules after."""
+def _model_order(name: str) -> tuple[int, int, str]:
+    """Sort key: modules before the layers, layers by number, modules after."""
     if name.startswith("layers."):
         return 1, int(name.partition(".")[2]), name
     return (0 if name.startswith("embed") else 3 if "head" in name else 2), 0, name
-
-
-def _parts_of(param: LocalParam) -> list[_Part]:
-    if param.num_copies is not None:
-        return [_Part(None, param.num_copies)]
-    return [_Part(piece, param.num_replicas * piece.num_copies) for piece in param.shards]

@@ -1,6 +1,6 @@
 """Norms of checkpoint tensors, however ranks shard, fuse and stack them."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 
 import torch
 from torch import nn
@@ -18,10 +18,8 @@ def numbers_of(piece: TensorShard) -> range:
 
 
 class TensorNorms(Tensors):
-    """Per-tensor norms of `params`, with each matrix of a stack separate.
-
-    Every rank creates it and calls it at the same time; one all-reduce gives all norms.
-    """
+    """Per-tensor norms of `params`, with each matrix of a stack separate. Every rank creates it and
+    calls it at the same time; one all-reduce gives all norms."""
 
     def __init__(self, params: Sequence[LocalParam], ranks: ProcessInfo) -> None:
         self._ranks = ranks
@@ -42,20 +40,14 @@ class TensorNorms(Tensors):
             slots = [firsts[piece.tensor] + number for piece, number in own]
             # Each element is summed by as many ranks as hold it.
             shares = [1 / (param.num_replicas * piece.num_copies) for piece, _ in own]
-            self._places[param.parameter] = torch.tensor(
-                slots, dtype=torch.int64, device=ranks.device
-            )
-            self._shares[param.parameter] = torch.tensor(
-                shares, dtype=torch.float64, device=ranks.device
-            )
+            slots_N = torch.tensor(slots, dtype=torch.int64, device=ranks.device)
+            shares_N = torch.tensor(shares, dtype=torch.float64, device=ranks.device)
+            self._places[param.parameter], self._shares[param.parameter] = slots_N, shares_N
 
     def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
         """One part for each shard."""
-        return list(self._parts(parameter, tensor))
-
-    def _parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> Iterator[torch.Tensor]:
-        for piece in self._pieces[parameter]:
-            yield piece.view(tensor).view(len(numbers_of(piece)), -1)
+        pieces = self._pieces[parameter]
+        return [piece.view(tensor).view(len(numbers_of(piece)), -1) for piece in pieces]
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]

@@ -32,9 +32,7 @@ class OptimizerInBackward(StepPart):
             param.parameter.register_post_accumulate_grad_hook(self._on_gradient(param))
 
     def norm(self) -> torch.Tensor:
-        """The gradient norm of the last backward pass, fp32 scalar; call it once per pass, on every
-        rank.
-        """
+        """The gradient norm of the last backward pass, fp32 scalar. Collective, once per pass."""
         total = torch.zeros((), dtype=torch.float64, device=self._ranks.device)
         for square in self._squares:
             total += square.to(total.device)

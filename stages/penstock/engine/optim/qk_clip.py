@@ -67,11 +67,8 @@ class QKClip(StepPart):
         self._params = [
             (layer_of[0], param) for layer_of, param in named if layer_of and layer_of[1] in SCALED
         ]
-        self._max_LN = torch.full(
-            (config.num_layers, config.num_attention_heads),
-            float("-inf"),
-            device=ranks.device,
-        )
+        shape = config.num_layers, config.num_attention_heads
+        self._max_LN = torch.full(shape, float("-inf"), device=ranks.device)
         heads = config.num_attention_heads // mesh.size("tensor")
         first = mesh.index("tensor") * heads
         for part in parts:
@@ -95,7 +92,6 @@ class QKClip(StepPart):
         return totals if self._ranks.rank == 0 else torch.zeros_like(totals)
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """What `after_backward` returned, by name."""
         del step
         largest, clipped = totals
         return {"max_attention_logit": largest, "clipped_heads": int(clipped)}
@@ -113,7 +109,6 @@ class QKClip(StepPart):
                 rows.mul_(factors_R.to(rows.device).view(-1, *[1] * (rows.dim() - 1)))
 
     def _row_factors(self, layer: int, shard: TensorShard, gamma_N: torch.Tensor) -> torch.Tensor:
-        """Factors of the shard's rows, [R]."""
         config = self._config.of_layer(layer)
         of_tensor = _latent_factors(config.latent, gamma_N) if config.latent else {}
         of_tensor = of_tensor or _grouped_factors(config, gamma_N)
@@ -158,7 +153,9 @@ def _observe(attention: TokenMixer, max_N: torch.Tensor, recompute: Recompute) -
     # Not compiled: whether this is a recomputation would be decided once, when it is traced.
     @torch.compiler.disable()
     def record(q_TNH: torch.Tensor, k_TKH: torch.Tensor, segments: VarlenMetadata) -> None:
-        if not torch.is_grad_enabled() or (_is_in_backward() and recompute != "reentrant"):
+        # As FSDP2 and torch.utils.module_tracker ask; no public function tells it.
+        is_in_backward = torch._C._current_graph_task_id() != -1
+        if not torch.is_grad_enabled() or (is_in_backward and recompute != "reentrant"):
             return
         logits_N = max_logits(q_TNH, k_TKH, segments, attention.scale, window)
         torch.maximum(max_N, logits_N.to(max_N.dtype), out=max_N)
@@ -174,8 +171,3 @@ def _observe(attention: TokenMixer, max_N: torch.Tensor, recompute: Recompute) -
         return run_core(core, q_TNH, k_TKH, v_TKH, segments)
 
     attention.run_core = run
-
-
-def _is_in_backward() -> bool:
-    # As FSDP2 and torch.utils.module_tracker ask; no public function tells it.
-    return torch._C._current_graph_task_id() != -1

@@ -11,7 +11,7 @@ from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.quantization import is_among
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError
-from penstock.engine.quantization.exclude_modules import fused, require_known
+from penstock.engine.quantization.validate_settings import fused, require_known
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
 

@@ -8,7 +8,6 @@ quantized as well (double quantization) if `weight.nested_absmax` exists; `weigh
 
 import json
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 
@@ -26,8 +25,8 @@ class _State:
 
     shape: tuple[int, int]
     group: int
+    # The block size of double quantization; 0 if scales are floats.
     nested_group: int
-    """The block size of double quantization; 0 if scales are floats."""
     nested_offset: float
 
 
@@ -46,7 +45,6 @@ class Nf4:
         )
 
     def codes_tensor_name(self, name: str) -> str:
-        """The tensor that holds a weight's codes."""
         return name
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
@@ -72,10 +70,14 @@ class Nf4:
                 f"groups of {state.group} do not end where its rows of {columns} do: a row would "
                 "share scales with the next",
             )
-        _require_levels(folder, name, self.format)
-        # Two codes in a byte.
-        total = rows * columns // 2
-        packed = _packed(folder, name, total, first * columns // 2, end * columns // 2)
+        levels_name, levels = f"{name}.quant_map", self.format.levels
+        stored = _part(folder, levels_name, torch.float32, len(levels), 0, None)
+        if not torch.equal(stored, torch.tensor(levels)):
+            raise malformed(levels_name, "its levels are not those of NF4")
+        # Two codes in a byte; bytes may be stored in a wider dtype.
+        itemsize = folder.stored(name).dtype.itemsize
+        bounds = (row * columns // 2 // itemsize for row in (rows, first, end))
+        packed = _part(folder, name, None, *bounds).view(torch.uint8)
         groups = columns // state.group
         scales = _scales(folder, name, state, rows * groups, first * groups, end * groups)
         return nf4_of_bitsandbytes(packed, scales, (end - first, columns), state.group)
@@ -104,29 +106,17 @@ def _state(folder: SafetensorsFolder, name: str) -> _State:
         case {"quant_type": "nf4", "blocksize": int(group), "shape": [int(rows), int(columns)]} if (
             min(group, rows, columns) > 0
         ):
-            nested, offset = _nested(state)
+            nested, offset = state.get("nested_blocksize"), state.get("nested_offset")
+            if not isinstance(nested, int) or not isinstance(offset, (float, int)):
+                nested, offset = 0, 0.0
             if (nested > 0) == (f"{name}.nested_absmax" in folder):
                 return _State((rows, columns), group, nested, offset)
     raise malformed(state_name, f"it says {json.dumps(state)[:200]}")
 
 
-def _nested(state: dict[str, Any]) -> tuple[int, float]:
-    match state:
-        case {"nested_blocksize": int(size), "nested_offset": float(offset) | int(offset)}:
-            return size, offset
-    return 0, 0.0
-
-
-def _require_levels(folder: SafetensorsFolder, name: str, format: Format) -> None:
-    levels = _part(folder, f"{name}.quant_map", torch.float32, len(format.levels), 0, None)
-    if not torch.equal(levels, torch.tensor(format.levels)):
-        raise malformed(f"{name}.quant_map", "its levels are not those of NF4")
-
-
 def _scales(
     folder: SafetensorsFolder, name: str, state: _State, count: int, first: int, end: int
 ) -> torch.Tensor:
-    """The scales of blocks `first` to `end` of `count`, float32."""
     absmax = f"{name}.absmax"
     if not state.nested_group:
         return _part(folder, absmax, torch.float32, count, first, end)
@@ -145,13 +135,6 @@ def _scales(
     return scales[first - begin :]
 
 
-def _packed(folder: SafetensorsFolder, name: str, count: int, first: int, end: int) -> torch.Tensor:
-    """Bytes `first` to `end` of `count`; they may be stored in a wider dtype."""
-    width = folder.stored(name).dtype.itemsize
-    part = _part(folder, name, None, count // width, first // width, end // width)
-    return part.view(torch.uint8)
-
-
 def _part(
     folder: SafetensorsFolder,
     name: str,
@@ -164,15 +147,11 @@ def _part(
     if name not in folder:
         raise malformed(name, "it is not there")
     stored = folder.stored(name)
+    dtype = dtype or stored.dtype
     long, *trailing = stored.shape or (0,)
-    if (
-        stored.dtype != (dtype or stored.dtype)
-        or long != count
-        or any(length != 1 for length in trailing)
-    ):
+    if stored.dtype != dtype or long != count or any(length != 1 for length in trailing):
         raise malformed(
-            name,
-            f"it is {stored.dtype} {stored.shape}, and would be {count} of {dtype or stored.dtype}",
+            name, f"it is {stored.dtype} {stored.shape}, and would be {count} of {dtype}"
         )
     size = (count if end is None else end) - first
     return folder.box(name, (first, *(0 for _ in trailing)), (size, *trailing)).flatten()

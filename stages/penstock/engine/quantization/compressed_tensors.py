@@ -14,16 +14,17 @@ import torch
 from penstock.core.errors import CapabilityError
 from penstock.engine.hf.safetensors_writer import Kind
 from penstock.engine.model_source import SchemeName
+from penstock.engine.quantization.prequantized import CODES
 from penstock_kernels.quant import FORMATS, Format, QuantizedTensor, get_format
 from penstock_kernels.quant.published_layouts import tile_scales
 
+# Servers have kernels for these; the first that divides all rows is used.
 INT4_GROUPS = (128, 64, 32)
-"""int4 group sizes; the first that divides all rows is used, because servers have kernels for
-these.
-"""
 
 _TILE = 128
-_PER_TOKEN = {"strategy": "token", "dynamic": True, "symmetric": True}
+_FP8 = {"num_bits": 8, "type": "float"}
+_INT8 = {"num_bits": 8, "type": "int"}
+_DYNAMIC = {"dynamic": True, "symmetric": True}
 
 
 @dataclass(frozen=True)
@@ -39,25 +40,18 @@ class Scheme:
 SCHEMES: Mapping[str, Scheme] = {
     "fp8": Scheme(
         "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "channel"},
-        {"num_bits": 8, "type": "float", **_PER_TOKEN},
+        {**_FP8, "strategy": "channel"},
+        {**_FP8, "strategy": "token", **_DYNAMIC},
     ),
     "block_fp8": Scheme(
         "float-quantized",
-        {"num_bits": 8, "type": "float", "strategy": "block", "block_structure": [_TILE, _TILE]},
-        {
-            "num_bits": 8,
-            "type": "float",
-            "strategy": "group",
-            "group_size": _TILE,
-            "dynamic": True,
-            "symmetric": True,
-        },
+        {**_FP8, "strategy": "block", "block_structure": [_TILE, _TILE]},
+        {**_FP8, "strategy": "group", "group_size": _TILE, **_DYNAMIC},
     ),
     "int8": Scheme(
         "int-quantized",
-        {"num_bits": 8, "type": "int", "strategy": "channel"},
-        {"num_bits": 8, "type": "int", **_PER_TOKEN},
+        {**_INT8, "strategy": "channel"},
+        {**_INT8, "strategy": "token", **_DYNAMIC},
     ),
     "int4": Scheme("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "group"}),
     "nvfp4": Scheme(
@@ -105,47 +99,28 @@ def _refuse(
 def stored_tensors(layer: str, shape: tuple[int, ...], stored_format: Format) -> dict[str, Kind]:
     """The tensors that a layer's weight of this shape is stored as."""
     rows, columns = shape
+    name, dtype = stored_format.name, CODES[stored_format.name]
     scales: Kind = ((rows, stored_format.num_groups(columns)), stored_format.scales_dtype)
-    match stored_format.name:
-        case "fp8" | "int8":
-            dtype = torch.int8 if stored_format.name == "int8" else torch.float8_e4m3fn
-            kinds: dict[str, Kind] = {"weight": (shape, dtype), "weight_scale": scales}
-        case "block_fp8":
-            tiles: Kind = ((-(-rows // _TILE), scales[0][1]), torch.float32)
-            kinds = {"weight": (shape, torch.float8_e4m3fn), "weight_scale": tiles}
-        case "int4":
-            kinds = {
-                # Eight codes in a word.
-                "weight_packed": ((rows, columns // 8), torch.int32),
-                "weight_scale": scales,
-                "weight_shape": ((2,), torch.int64),
-            }
-        case "nvfp4":
-            kinds = {
-                # Two codes in a byte.
-                "weight_packed": ((rows, columns // 2), torch.uint8),
-                "weight_scale": scales,
-                "weight_global_scale": ((1,), torch.float32),
-            }
-        case name:
-            raise AssertionError(name)
+    if name == "block_fp8":
+        scales = (-(-rows // _TILE), scales[0][1]), torch.float32
+    kinds: dict[str, Kind] = {"weight": (shape, dtype), "weight_scale": scales}
+    # Eight codes in a word, or two in a byte.
+    if name == "int4":
+        kinds = {"weight_packed": ((rows, columns // 8), dtype), "weight_scale": scales}
+        kinds["weight_shape"] = (2,), torch.int64
+    elif name == "nvfp4":
+        kinds = {"weight_packed": ((rows, columns // 2), dtype), "weight_scale": scales}
+        kinds["weight_global_scale"] = (1,), torch.float32
     return {f"{layer}.{leaf}": kind for leaf, kind in kinds.items()}
 
 
 def of_rows(layer: str, quantized: QuantizedTensor) -> dict[str, torch.Tensor]:
     """The stored tensors of a block of rows, which begins at a tile's first row."""
-    match quantized.format.name:
-        case "fp8" | "block_fp8":
-            tensors = {"weight": quantized.codes.view(torch.float8_e4m3fn)}
-        case "int8":
-            tensors = {"weight": quantized.codes.view(torch.int8)}
-        case "int4":
-            tensors = {"weight_packed": quantized.codes.view(torch.int32)}
-        case _:
-            tensors = {"weight_packed": quantized.codes}
-    is_tiled = quantized.format.tile_rows > 1
-    tensors["weight_scale"] = tile_scales(quantized) if is_tiled else quantized.scales
-    return {f"{layer}.{leaf}": tensor for leaf, tensor in tensors.items()}
+    format = quantized.format
+    leaf = "weight_packed" if format.name in ("int4", "nvfp4") else "weight"
+    scales = tile_scales(quantized) if format.tile_rows > 1 else quantized.scales
+    codes = quantized.codes.view(CODES[format.name])
+    return {f"{layer}.{leaf}": codes, f"{layer}.weight_scale": scales}
 
 
 def of_whole(
@@ -164,12 +139,9 @@ def quantization_config(
     scheme: SchemeName, stored_format: Format, untouched: Iterable[str]
 ) -> dict[str, Any]:
     """The config.json entry: every linear layer is quantized except those in `untouched`."""
-    scheme_config = SCHEMES[scheme]
-    group = (
-        {}
-        if stored_format.group is None or stored_format.tile_rows > 1
-        else {"group_size": stored_format.group}
-    )
+    scheme_config, group = SCHEMES[scheme], {}
+    if stored_format.group is not None and stored_format.tile_rows == 1:
+        group = {"group_size": stored_format.group}
     return {
         "quant_method": "compressed-tensors",
         "quantization_status": "compressed",

@@ -28,17 +28,17 @@ class DequantizedFolder:
     """The tensors of a folder by the names of unquantized files; quantized matrices are float32."""
 
     def __init__(self, folder: SafetensorsFolder, published: PrequantizedFormat) -> None:
-        self.folder, self._published = folder, published
+        self.folder, self._reader = folder, published.reader
 
     @cached_property
     def quantized(self) -> Mapping[str, tuple[int, int]]:
         """The shapes of the quantized matrices. Raises CapabilityError for malformed ones."""
-        published, folder = self._published, self.folder
+        reader, folder = self._reader, self.folder
         weights = dict.fromkeys(split_component(name)[0] for name in folder.names())
         return {
-            name: published.shape(folder, name)
+            name: reader.shape(folder, name)
             for name in weights
-            if published.is_quantized(folder, name)
+            if reader.is_quantized(folder, name)
         }
 
     def names(self) -> list[str]:
@@ -47,30 +47,25 @@ class DequantizedFolder:
         return [*plain, *self.quantized]
 
     def stored(self, name: str) -> Stored:
-        """Shape, dtype and position of a tensor."""
         if name not in self.quantized:
             return self.folder.stored(name)
-        first = self.folder.stored(self._published.codes_tensor_name(name)).start
+        first = self.folder.stored(self._reader.codes_tensor_name(name)).start
         return Stored(self.quantized[name], torch.float32, first)
 
     def __getitem__(self, name: str) -> torch.Tensor:
-        """The full tensor, on the CPU."""
         shape = self.stored(name).shape
         return self.box(name, (0,) * len(shape), shape)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, on the CPU."""
         if name not in self.quantized:
             return self.folder.box(name, offsets, sizes)
         (first, column), (count, width) = offsets, sizes
-        rows = self._published.rows(self.folder, name, first, first + count)
+        rows = self._reader.rows(self.folder, name, first, first + count)
         return dequantize(rows, torch.float32)[:, column : column + width]
 
     def order(self, name: str) -> tuple[str, int]:
-        """A sort key: the order of tensors in the files."""
         quantized = name in self.quantized
-        return self.folder.order(self._published.codes_tensor_name(name) if quantized else name)
+        return self.folder.order(self._reader.codes_tensor_name(name) if quantized else name)
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name exists."""
         self.folder.require(name for name in names if name not in self.quantized)

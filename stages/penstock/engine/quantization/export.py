@@ -47,11 +47,9 @@ class Quantizer:
 
     @property
     def config(self) -> dict[str, Any]:
-        """The `quantization_config` of config.json."""
         return compressed_tensors.quantization_config(self.scheme, self.format, self.untouched)
 
     def kinds(self, name: str) -> dict[str, Kind]:
-        """The tensors that a quantized weight is stored as."""
         return compressed_tensors.stored_tensors(_layer(name), self.shapes[name], self.format)
 
     def pieces(
@@ -64,14 +62,13 @@ class Quantizer:
         """
         shape, layer, tall = self.shapes[name], _layer(name), self.format.tile_rows
         # NVFP4: the scales of groups are relative to one of the whole matrix.
-        shared = (
-            self._of_one_matrix(name, weight, weights) if self.format.scales == "e4m3" else None
-        )
+        is_shared = self.format.scales == "e4m3"
+        amax = self._fused_amax(name, weight, weights) if is_shared else None
         # Whole tiles.
         rows = max(STRETCH // (4 * shape[1]) // tall, 1) * tall
         for first in range(0, shape[0], rows):
             try:
-                quantized = quantize(weight[first : first + rows], self.format, shared)
+                quantized = quantize(weight[first : first + rows], self.format, amax)
             except ValueError as error:
                 raise CapabilityError(
                     f"export.quantise: {name}: {error}.\n"
@@ -90,22 +87,25 @@ class Quantizer:
         return replace(self, untouched=tuple(sorted({*self.untouched, *layers})))
 
     @cached_property
-    def _parts(self) -> dict[str, list[str]]:
-        names_by_part: dict[str, list[str]] = {}
+    def _siblings(self) -> dict[str, list[str]]:
+        siblings: dict[str, list[str]] = {}
         for name in self.shapes:
-            names_by_part.setdefault(_part(name), []).append(name)
-        return names_by_part
+            siblings.setdefault(_fused_name(name), []).append(name)
+        return siblings
 
-    def _of_one_matrix(self, name: str, weight: torch.Tensor, weights: HFStateDict) -> torch.Tensor:
+    def _fused_amax(self, name: str, weight: torch.Tensor, weights: HFStateDict) -> torch.Tensor:
         """The amax of the fused matrix that a server builds from this one and its siblings."""
-        part = _part(name)
-        if part not in self._largest:
+        fused = _fused_name(name)
+        if fused not in self._largest:
             amaxes = [
-                largest(weight if like == name else weights.read([like])[like], self.format)
-                for like in self._parts[part]
+                largest(
+                    weight if sibling == name else weights.read([sibling])[sibling], self.format
+                )
+                for sibling in self._siblings[fused]
             ]
-            self._largest[part] = torch.stack([amax for amax in amaxes if amax is not None]).amax(0)
-        return self._largest[part]
+            present = torch.stack([amax for amax in amaxes if amax is not None])
+            self._largest[fused] = present.amax(0)
+        return self._largest[fused]
 
 
 def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantizer:
@@ -146,6 +146,6 @@ def _layer(name: str) -> str:
     return name.removesuffix(".weight")
 
 
-def _part(name: str) -> str:
+def _fused_name(name: str) -> str:
     above, _, last = _layer(name).rpartition(".")
     return f"{above}.{ONE_MATRIX.get(last, last)}"

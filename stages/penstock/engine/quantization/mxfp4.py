@@ -7,7 +7,6 @@ Under its own name it is [E, K, N], as an unquantized checkpoint has it.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -46,29 +45,23 @@ class Mxfp4Tensors:
         return weight_ENK.narrow(2, first - group * GROUP, inputs).mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:
-        """A sort key: the order of tensors in the files."""
         return self.folder.order(name + BLOCKS if self._is_quantized(name) else name)
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name, or its blocks, exists."""
         self.folder.require(name for name in names if not self._is_quantized(name))
 
     def _is_quantized(self, name: str) -> bool:
         return name + BLOCKS in self.folder
 
 
-@dataclass(frozen=True)
 class Mxfp4:
     """Reads the codes of stacks as they are. A stack is one matrix [E N, K]: the rows of each
-    expert, one expert after another.
-    """
+    expert, one expert after another."""
 
     def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
-        """Whether this weight is stored quantized."""
         return name + BLOCKS in folder
 
     def codes_tensor_name(self, name: str) -> str:
-        """The tensor that holds a weight's codes."""
         return name + BLOCKS
 
     def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
@@ -88,16 +81,14 @@ class Mxfp4:
             start = expert * outputs
             low, high = max(first - start, 0), min(end - start, outputs)
             part = _read(folder, name, (expert, low, 0), (1, high - low, groups))
-            quantized.append(
-                QuantizedTensor(part.format, part.columns, part.codes[0], part.scales[0])
-            )
+            codes, scales = part.codes[0], part.scales[0]
+            quantized.append(QuantizedTensor(part.format, part.columns, codes, scales))
         return cat(quantized)
 
 
 def _read(
     folder: SafetensorsFolder, name: str, offsets: Sequence[int], sizes: Sequence[int]
 ) -> QuantizedTensor:
-    """A box of the groups of a stack."""
     blocks = folder.box(name + BLOCKS, (*offsets, 0), (*sizes, GROUP // 2))
     return mxfp4_of_blocks(blocks, folder.box(name + SCALES, offsets, sizes))
 

@@ -25,7 +25,6 @@ class QuantNoise:
     """Adds noise to one matrix: the hook `QuantizedMatrix.transform`."""
 
     alpha: float
-    """The factor of the quantization step size."""
     codes: Sequence[TensorShard]
     """The shards of the codes, before FSDP."""
     first_column: int

@@ -47,8 +47,8 @@ class Names:
     """The suffixes of scale tensors after the weight's name."""
 
     scales: str
+    # One scale for the whole matrix.
     global_scale: str
-    """One scale for the whole matrix."""
     global_scale_is: Literal["multiplied", "divided by"] = "multiplied"
 
 
@@ -70,12 +70,11 @@ class RowwiseFormat:
     publisher: QuantMethod
 
     def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
-        """Whether this weight is stored quantized."""
+        """Whether this weight is stored quantized, whatever the config says."""
         codes = self.codes_tensor_name(name)
         return codes in folder and folder.stored(codes).dtype not in FLOATS
 
     def codes_tensor_name(self, name: str) -> str:
-        """The tensor that holds a weight's codes."""
         is_packed = self.publisher == "compressed-tensors" and self.format.codes == "levels"
         return f"{name}{PACKED}" if is_packed else name
 
@@ -102,7 +101,7 @@ class RowwiseFormat:
         return rows, columns
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
-        """Rows `first` to `end` of a weight, on the CPU.
+        """Rows `first` to `end` of a weight, on the CPU; reads only their bytes.
 
         Raises:
             CapabilityError: a tensor is missing or malformed.
@@ -133,7 +132,6 @@ class RowwiseFormat:
         return QuantizedTensor(format, full_shape[1], codes, scales)
 
     def _require_no_more(self, folder: SafetensorsFolder, name: str) -> None:
-        """Reject a weight with more than codes and scales."""
         if self.publisher != "compressed-tensors":
             return
         if (order := f"{name}_g_idx") in folder:
@@ -151,7 +149,6 @@ def _rows(
     rows: range,
     dtypes: tuple[torch.dtype, ...] = SCALES,
 ) -> torch.Tensor:
-    """Rows of scales; the full tensor must have this shape."""
     if name not in folder:
         raise malformed(name, "it is not there")
     stored = folder.stored(name)
@@ -182,51 +179,18 @@ class PrequantizedFormat:
     format: Format
 
     @property
-    def publisher(self) -> QuantMethod:
-        """The library whose tensor layout it uses."""
-        return self.declared.quant_method
-
-    @property
-    def ignored_modules(self) -> tuple[str, ...]:
-        """Modules that the publisher left unquantized."""
-        return self.declared.ignored_modules
-
-    @property
     def is_stacked(self) -> bool:
         """Whether one tensor has the matrices of all experts; see mxfp4.py."""
-        return self.publisher == "mxfp4"
-
-    def is_quantized(self, folder: SafetensorsFolder, name: str) -> bool:
-        """Whether this weight is stored quantized, whatever the config says."""
-        return self._reader.is_quantized(folder, name)
-
-    def codes_tensor_name(self, name: str) -> str:
-        """The tensor that holds the codes of a quantized weight."""
-        return self._reader.codes_tensor_name(name)
-
-    def shape(self, folder: SafetensorsFolder, name: str) -> tuple[int, int]:
-        """Rows and columns of a quantized weight.
-
-        Raises:
-            CapabilityError: its codes are missing or malformed.
-        """
-        return self._reader.shape(folder, name)
-
-    def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
-        """Rows `first` to `end` of a quantized weight, on the CPU; reads only their bytes.
-
-        Raises:
-            CapabilityError: a tensor is missing or malformed.
-        """
-        return self._reader.rows(folder, name, first, end)
+        return self.declared.quant_method == "mxfp4"
 
     @cached_property
-    def _reader(self) -> RowwiseFormat | Nf4 | Mxfp4:
-        if self.publisher == "mxfp4":
+    def reader(self) -> RowwiseFormat | Nf4 | Mxfp4:
+        """Reads matrices in the layout of the library that wrote them."""
+        if self.is_stacked:
             return Mxfp4()
-        if self.publisher == "bitsandbytes":
+        if self.declared.quant_method == "bitsandbytes":
             return Nf4(self.format)
-        return RowwiseFormat(self.format, self.publisher)
+        return RowwiseFormat(self.format, self.declared.quant_method)
 
 
 def published_in(

@@ -7,20 +7,19 @@ which tensors are computed.
 """
 
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored, narrow
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock.engine.quantization.select_layers import Formats
 from penstock.models.initialize import initialize
 from penstock.models.layers.quantized_linear import COMPONENTS
 from penstock.models.weights import WeightMap
-from penstock_kernels.quant import Format, QuantizedTensor, dequantize, largest, quantize
+from penstock_kernels.quant import QuantizedTensor, dequantize, largest, quantize
 
 STRETCH = 1 << 20
 """Bytes of a matrix's rows, in fp32, that are quantized at a time; it needs up to 14 times as much
@@ -49,7 +48,8 @@ class TensorReader(Protocol):
 
 
 class RandomInitTensors:
-    """Randomly initialized tensors of a model without weights; only the last one is cached."""
+    """Randomly initialized tensors of a model without weights, a `TensorReader`; only the last one
+    is cached."""
 
     def __init__(self, names: WeightMap, seed: int) -> None:
         self._names, self._seed = names, seed
@@ -57,25 +57,19 @@ class RandomInitTensors:
         self._last: tuple[str, torch.Tensor] | None = None
 
     def stored(self, name: str) -> Stored:
-        """Shape and dtype."""
         return Stored(self._shapes[name], torch.float32, 0)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor."""
-        tensor = self._whole(name)
-        for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-            tensor = tensor.narrow(dim, offset, size)
-        return tensor
+        return narrow(self.initialized(name), offsets, sizes)
 
     def order(self, name: str) -> tuple[str, int]:
-        """Sort by name."""
         return name, 0
 
     def require(self, names: Iterable[str]) -> None:
-        """Every tensor of the model exists."""
         assert set(names) <= set(self._shapes)
 
-    def _whole(self, name: str) -> torch.Tensor:
+    def initialized(self, name: str) -> torch.Tensor:
+        """A full tensor, fp32."""
         if self._last is None or self._last[0] != name:
             drawn = initialize(name, self._shapes[name], self._seed, self._names.config)
             self._last = name, drawn
@@ -89,14 +83,6 @@ def split_name(name: str) -> tuple[str, str]:
     """
     base, _, leaf = name.rpartition(".")
     return (base, leaf) if leaf in COMPONENTS else (name, "")
-
-
-@dataclass
-class _Kept:
-    """Cached components of a matrix, by block of rows, until they are read."""
-
-    name: str
-    blocks: dict[int, dict[str, torch.Tensor]]
 
 
 class QuantizeOnLoad:
@@ -118,7 +104,8 @@ class QuantizeOnLoad:
         self._folder = folder
         self._device = device
         self._largest: dict[str, torch.Tensor] = {}
-        self._kept = _Kept("", {})
+        # Components of the last matrix, by the first row of a block, until they are read.
+        self._cached: tuple[str, dict[int, dict[str, torch.Tensor]]] = "", {}
 
     def stored(self, name: str) -> Stored:
         """Shape and dtype: uint8 for components of quantized matrices, fp32 if dequantized."""
@@ -127,8 +114,7 @@ class QuantizeOnLoad:
             rows, columns = self._shape(base)
             return Stored((rows, self._formats[base].widths(columns)[leaf]), torch.uint8, 0)
         if self._is_quantized(base):
-            shape = self._stack(base) or self._shape(base)
-            return Stored(shape, torch.float32, 0)
+            return Stored(self._stack(base) or self._shape(base), torch.float32, 0)
         return self._inner.stored(name)
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
@@ -137,7 +123,7 @@ class QuantizeOnLoad:
         if not leaf and not self._is_quantized(base):
             return self._inner.box(name, offsets, sizes)
         if not leaf and (stack := self._stack(base)):
-            return self._box_of_stack(base, stack, offsets, sizes)
+            return self._box_of_stack(base, stack[2], offsets, sizes)
         (first, column), (count, width) = offsets, sizes
         parts: list[torch.Tensor] = []
         for block in self._blocks(base, first, first + count):
@@ -149,18 +135,12 @@ class QuantizeOnLoad:
     def _stack(self, name: str) -> tuple[int, int, int] | None:
         """The shape [E, K, N] of the matrices of all experts, which are quantized as the rows of
         the matrix [E N, K]; None for another tensor."""
-        shape = () if self._is_published(name) else self._inner.stored(name).shape
+        shape = () if self._published_source(name) else self._inner.stored(name).shape
         return (shape[0], shape[1], shape[2]) if len(shape) == 3 else None
 
     def _box_of_stack(
-        self,
-        name: str,
-        shape: tuple[int, int, int],
-        offsets: Sequence[int],
-        sizes: Sequence[int],
+        self, name: str, rows: int, offsets: Sequence[int], sizes: Sequence[int]
     ) -> torch.Tensor:
-        """A box of a stack [E, K, N], dequantized."""
-        rows = shape[2]
         (expert, column, top), (experts, width, count) = offsets, sizes
         parts: list[torch.Tensor] = []
         for number in range(expert, expert + experts):
@@ -171,17 +151,15 @@ class QuantizeOnLoad:
         return torch.stack(parts)[:, :, column : column + width].mT.contiguous()
 
     def order(self, name: str) -> tuple[str, int]:
-        """The order of the source tensors."""
         base, _ = split_name(name)
-        if not self._is_published(base):
-            return self._inner.order(base)
-        published, folder = self._of_others()
-        return folder.order(published.codes_tensor_name(base))
+        if source := self._published_source(base):
+            published, folder = source
+            return folder.order(published.reader.codes_tensor_name(base))
+        return self._inner.order(base)
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name, or its source, exists."""
         bases = [split_name(name)[0] for name in names]
-        self._inner.require(base for base in bases if not self._is_published(base))
+        self._inner.require(base for base in bases if not self._published_source(base))
 
     def measure(self, names: Iterable[str], ranks: ProcessInfo) -> None:
         """Compute the amax of full matrices before quantization, split over ranks.
@@ -191,7 +169,7 @@ class QuantizeOnLoad:
         local_names = {
             base
             for base, leaf in map(split_name, names)
-            if leaf and self._formats[base].scales == "e4m3" and not self._is_published(base)
+            if leaf and self._formats[base].scales == "e4m3" and not self._published_source(base)
         }
         all_names = sorted(set[str]().union(*ranks.all_gather(local_names)))
         largest_here = {
@@ -200,39 +178,32 @@ class QuantizeOnLoad:
         for rank_largest in ranks.all_gather(largest_here):
             self._largest |= rank_largest
 
-    def _is_published(self, name: str) -> bool:
+    def _published_source(self, name: str) -> tuple[PrequantizedFormat, SafetensorsFolder] | None:
         published, folder = self._published, self._folder
-        return bool(published and folder and published.is_quantized(folder, name))
-
-    def _of_others(self) -> tuple[PrequantizedFormat, SafetensorsFolder]:
-        assert self._published
-        assert self._folder
-        return self._published, self._folder
+        if published and folder and published.reader.is_quantized(folder, name):
+            return published, folder
+        return None
 
     def _is_quantized(self, name: str) -> bool:
-        """Whether this matrix is dequantized here; `inner` dequantizes stacks."""
-        if self._is_published(name):
-            return not self._of_others()[0].is_stacked
+        if source := self._published_source(name):
+            # `inner` dequantizes stacks.
+            return not source[0].is_stacked
         return name in self._formats
 
     def _shape(self, name: str) -> tuple[int, ...]:
-        if self._is_published(name):
-            published, folder = self._of_others()
-            return published.shape(folder, name)
+        if source := self._published_source(name):
+            published, folder = source
+            return published.reader.shape(folder, name)
         if stack := self._stack(name):
             experts, columns, rows = stack
             return experts * rows, columns
         return self._inner.stored(name).shape
 
-    def _format(self, name: str) -> Format:
-        return self._of_others()[0].format if self._is_published(name) else self._formats[name]
-
     def _blocks(self, name: str, first: int, end: int) -> list[range]:
-        """The blocks that rows `first` to `end` overlap, with the same boundaries for every
-        caller.
-        """
+        """The blocks that rows `first` to `end` overlap. Every caller gets the same boundaries."""
         rows, columns = self._shape(name)
-        tall = self._format(name).tile_rows
+        source = self._published_source(name)
+        tall = (source[0].format if source else self._formats[name]).tile_rows
         step = max(STRETCH // (4 * columns) // tall, 1) * tall
         return [
             range(start, min(start + step, rows))
@@ -241,26 +212,25 @@ class QuantizeOnLoad:
 
     def _tensor(self, name: str, leaf: str, block: range) -> torch.Tensor:
         """Rows of one component of a matrix; without `leaf`, dequantized to fp32."""
-        if self._kept.name != name:
-            self._kept = _Kept(name, {})
-        if leaf and (cached := self._kept.blocks.get(block.start, {}).pop(leaf, None)) is not None:
+        if self._cached[0] != name:
+            self._cached = name, {}
+        blocks = self._cached[1]
+        if leaf and (cached := blocks.get(block.start, {}).pop(leaf, None)) is not None:
             return cached
-        quantized = self._quantized(name, block)
+        if source := self._published_source(name):
+            published, folder = source
+            quantized = published.reader.rows(folder, name, block.start, block.stop)
+        else:
+            quantized = self._quantize(name, self._rows(name, block))
         if not leaf:
             return dequantize(quantized, torch.float32).cpu()
         tensors = quantized.as_bytes()
-        cached = tensors.pop(leaf)
+        component = tensors.pop(leaf)
         # Codes are read first. They are large, so they are not cached.
-        self._kept.blocks[block.start] = tensors if leaf == COMPONENTS[0] else {}
-        return cached
+        blocks[block.start] = tensors if leaf == COMPONENTS[0] else {}
+        return component
 
-    def _quantized(self, name: str, block: range) -> QuantizedTensor:
-        if self._is_published(name):
-            published, folder = self._of_others()
-            return published.rows(folder, name, block.start, block.stop)
-        return self._made(name, self._rows(name, block))
-
-    def _made(self, name: str, rows: torch.Tensor) -> QuantizedTensor:
+    def _quantize(self, name: str, rows: torch.Tensor) -> QuantizedTensor:
         format = self._formats[name]
         # NVFP4's scale of the whole matrix follows from its largest value.
         most = self._largest_of(name) if format.scales == "e4m3" else None
@@ -272,7 +242,6 @@ class QuantizeOnLoad:
             ) from error
 
     def _largest_of(self, name: str) -> torch.Tensor:
-        """The amax of a full matrix, [1, 1]."""
         if name not in self._largest:
             every = self._blocks(name, 0, self._shape(name)[0])
             amaxes = [largest(self._rows(name, block), self._formats[name]) for block in every]
@@ -281,18 +250,15 @@ class QuantizeOnLoad:
         return self._largest[name]
 
     def _rows(self, name: str, block: range) -> torch.Tensor:
-        if stack := self._stack(name):
-            return self._rows_of_stack(name, stack, block).to(self._device)
-        columns = self._shape(name)[1]
-        rows = self._inner.box(name, (block.start, 0), (len(block), columns))
-        return rows.to(self._device)
-
-    def _rows_of_stack(self, name: str, shape: tuple[int, int, int], block: range) -> torch.Tensor:
-        _, columns, rows = shape
+        if (stack := self._stack(name)) is None:
+            columns = self._shape(name)[1]
+            block_NK = self._inner.box(name, (block.start, 0), (len(block), columns))
+            return block_NK.to(self._device)
+        _, columns, rows = stack
         parts: list[torch.Tensor] = []
         for expert in range(block.start // rows, -(-block.stop // rows)):
             first = max(block.start - expert * rows, 0)
             end = min(block.stop - expert * rows, rows)
             part = self._inner.box(name, (expert, 0, first), (1, columns, end - first))
             parts.append(part[0].mT)
-        return torch.cat(parts)
+        return torch.cat(parts).to(self._device)

@@ -14,7 +14,7 @@ import torch.distributed as dist
 
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.core.errors import StageError
-from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local, rows_here
+from penstock.engine.distributed.param_shards import LocalParam, local, rows_here
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.models.layers.quantized_linear import COMPONENTS, QuantizedMatrix
 from penstock.models.weights import WeightMap
@@ -31,18 +31,17 @@ class _Rows:
     """Local rows of one checkpoint matrix, and the product added to them."""
 
     matrix: str
+    # The first row's index in the matrix.
     first: int
-    """The first row's index in the matrix."""
+    # The entries of the amax table for the local columns.
     columns: slice
-    """The entries of the amax table for the local columns."""
+    # Views of the local components.
     value: QuantizedTensor
-    """Views of the local components."""
     product: LoraDelta
+    # The product's row for the first of these rows.
     start: int
-    """The product's row for the first of these rows."""
 
     def blocks(self) -> Iterator["_Rows"]:
-        """Split into blocks of rows."""
         rows, columns = self.value.shape
         step = max(1, STRETCH // (4 * columns))
         for low in range(0, rows, step):
@@ -51,7 +50,6 @@ class _Rows:
             yield replace(self, first=self.first + low, value=value, start=self.start + low)
 
     def merged(self, device: torch.device) -> torch.Tensor:
-        """The merged rows, fp32."""
         tensors = {name: tensor.to(device) for name, tensor in self.value.tensors.items()}
         value = QuantizedTensor(self.value.format, self.value.columns, **tensors)
         product = self.product
@@ -64,11 +62,10 @@ class _Table:
     """The amax values from which the scales of one matrix are computed, [entries, groups]."""
 
     most: torch.Tensor
+    # Rows that share an entry.
     tall: int
-    """Rows that share an entry."""
 
     def raise_by(self, rows: _Rows, merged: torch.Tensor) -> None:
-        """Raise the entries to the amax of a block of rows."""
         amax = largest(merged, rows.value.format, rows.first)
         assert amax is not None
         entries = self._entries(rows)
@@ -97,22 +94,15 @@ class MergeIntoQuantized:
         group: dist.ProcessGroup | None,
     ) -> None:
         """`params` are the parameters of this rank's parts; `group` has the ranks of its pipeline
-        stage.
-
-        `group` is None for a single rank. Rows are computed on the device of `ranks`.
-        """
+        stage, and is None for a single one. Rows are computed on the device of `ranks`."""
         self._params = {id(param.parameter): param for param in params}
         self._names, self._shapes = names, names.hf_shapes()
         self._ranks, self._group = ranks, group
         self._broken: set[str] = set()
 
     def add(self, weight: QuantizedMatrix, products: Sequence[tuple[int, LoraDelta]]) -> None:
-        """Add products to the local rows.
-
-        Each comes with the first row of the weight that it applies to.
-
-        Called on all ranks of the stage, with weights in the same order.
-        """
+        """Add products to the local rows. Each comes with the first row of the weight that it
+        applies to. Called on all ranks of the stage, with weights in the same order."""
         adapted = list(self._rows(weight, products))
         tables = self._tables(weight, adapted)
         for rows in adapted:
@@ -146,7 +136,6 @@ class MergeIntoQuantized:
     def _rows(
         self, weight: QuantizedMatrix, products: Sequence[tuple[int, LoraDelta]]
     ) -> Iterator[_Rows]:
-        """The local rows of matrices with products, matrix by matrix."""
         parameters = dict(weight.named_parameters())
         begin, end = rows_here(parameters["codes"], 2)
         if begin == end:
@@ -157,7 +146,11 @@ class MergeIntoQuantized:
         in_order = sorted(products, key=lambda pair: pair[0])
         starts = [start for start, _ in in_order]
         for piece, of_scales in zip(codes, scales, strict=True):
-            row = begin + piece.start
+            row, first_group, num_groups = begin + piece.start, 0, 1
+            if weight.format.tile_rows > 1:
+                # Components are stored as bytes.
+                first_group = of_scales.offsets[1] // weight.format.scales_dtype.itemsize
+                num_groups = weight.format.num_groups(weight.columns)
             # One product, or those of the experts in a stack.
             number = max(bisect_right(starts, row) - 1, 0)
             for start, product in in_order[number:]:
@@ -170,20 +163,17 @@ class MergeIntoQuantized:
                 yield _Rows(
                     matrix=piece.tensor.removesuffix(f".{COMPONENTS[0]}"),
                     first=piece.offsets[0] + low - row,
-                    columns=_entries_of_columns(weight, of_scales),
+                    columns=slice(first_group, first_group + num_groups),
                     value=value.narrow(-2, low - begin, count),
                     product=product,
                     start=low - start,
                 )
 
     def _tables(self, weight: QuantizedMatrix, adapted: Sequence[_Rows]) -> Mapping[str, _Table]:
-        """The amax tables of all checkpoint matrices in a weight, reduced over all ranks.
-
-        Empty if scales depend on local rows only.
-        """
-        native = self._params[id(weight.get_parameter(COMPONENTS[0]))].name.removesuffix(
-            f".{COMPONENTS[0]}"
-        )
+        """The amax tables of all checkpoint matrices in a weight, reduced over all ranks; none if
+        scales depend on local rows only."""
+        codes = self._params[id(weight.get_parameter(COMPONENTS[0]))]
+        native = codes.name.removesuffix(f".{COMPONENTS[0]}")
         shapes = {matrix: self._shapes[matrix] for matrix in self._names.hf_names(native)}
         sizes: dict[str, tuple[int, int]] = {}
         for matrix, (*_, rows, columns) in shapes.items():
@@ -205,10 +195,9 @@ class MergeIntoQuantized:
         if self._group is not None:
             with self._ranks.heartbeat.waiting():
                 dist.all_reduce(flat, op=dist.ReduceOp.MAX, group=self._group)
-        if not bool(flat.isfinite().all()):
-            self._broken |= {
-                matrix for matrix, table in tables.items() if not bool(table.most.isfinite().all())
-            }
+        if not flat.isfinite().all():
+            is_broken = {name: not table.most.isfinite().all() for name, table in tables.items()}
+            self._broken |= {name for name, broken in is_broken.items() if broken}
         return tables
 
 
@@ -220,12 +209,3 @@ def _tall(weight: QuantizedMatrix, rows: int, columns: int) -> int:
         # One scale for a row, of which other ranks have columns.
         return int(weight.columns < columns)
     return weight.format.tile_rows if weight.format.tile_rows > 1 else 0
-
-
-def _entries_of_columns(weight: QuantizedMatrix, scales: TensorShard) -> slice:
-    """The table entries for the local columns."""
-    if weight.format.tile_rows == 1:
-        return slice(0, 1)
-    # Components are stored as bytes.
-    first = scales.offsets[1] // weight.format.scales_dtype.itemsize
-    return slice(first, first + weight.format.num_groups(weight.columns))

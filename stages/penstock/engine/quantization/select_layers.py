@@ -9,9 +9,12 @@ from collections.abc import Iterator, Mapping
 from penstock.config.schema.quantization import DEFAULT, PAIRS, is_among
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.model_source import QuantizationArgs
-from penstock.engine.quantization.exclude_modules import fused, require_known
 from penstock.engine.quantization.prequantized import PrequantizedFormat
-from penstock.engine.quantization.validate_prequantized import validate_prequantized
+from penstock.engine.quantization.validate_settings import (
+    fused,
+    require_known,
+    validate_prequantized,
+)
 from penstock.models.automodel.weight_map import AutoWeightMap
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.models.weights import WeightMap
@@ -55,7 +58,7 @@ def select_formats(
         linear, of_experts = _pair(quantizing.format or DEFAULT, quantizing.group)
     excluded = quantizing.excluded
     if excluded is None:
-        excluded = published.ignored_modules if published else ()
+        excluded = published.declared.ignored_modules if published else ()
     else:
         require_known(FIELD, excluded, names)
     formats: dict[str, Format] = {}
@@ -89,12 +92,11 @@ def require_formats(
         for tensor in names.hf_names(native):
             group = formats[tensor].group if tensor in formats else None
             columns, size = shapes[tensor][1], tensor_parallel_size
-            cuts = [index * columns // size for index in range(size)]
-            if group and any(cut % group for cut in cuts):
+            if group and any(index * columns // size % group for index in range(size)):
                 layer = tensor.removesuffix(".weight")
                 raise CapabilityError(
-                    f"train.tensor_parallel_size is {tensor_parallel_size}, and cuts the {columns} "
-                    f"columns of {layer} within groups of {group} that share a scale "
+                    f"train.tensor_parallel_size is {size}, and cuts the {columns} columns of "
+                    f"{layer} within groups of {group} that share a scale "
                     f"({formats[tensor].name}).\n"
                     "  Write a smaller tensor_parallel_size, or another lora.quant_format."
                 )
@@ -110,8 +112,7 @@ def _pair(name: str, group: int | None) -> tuple[Format, Format]:
     """The formats of linear layers and of experts."""
     try:
         if name not in PAIRS:
-            format = get_format(name, group)
-            return format, format
+            return (format := get_format(name, group)), format
         # The group size applies to the one of the two formats that has groups.
         linear, of_experts = PAIRS[name]
         return get_format(linear), get_format(of_experts, group)

@@ -1,15 +1,15 @@
-"""Files whose experts have another form than `WeightMap` says.
+"""Files whose tensors have another form than `WeightMap` says. No torch: checked before any work.
 
 - One tensor for all experts of a layer where there is one for each, as Qwen3.5 is published and
   transformers does not write it, and stacks of matrices [in, out] instead of [out, in], as
-  Qwen3-VL's are.
-- ERNIE-4.5-VL: weights of routers [in, out], and one tensor for the selection biases of both.
-
-Each tensor is then a part of one in the files, transposed or not. No torch: checked before any
-work.
+  Qwen3-VL's are. ERNIE-4.5-VL: weights of routers [in, out], and one tensor for the selection
+  biases of both. Each tensor is a part of one in the files, transposed or not.
+- Convolutions of queries, keys and values that files have as equal chunks of one tensor.
+  Transformers 5 joins the three of OLMo Hybrid's checkpoints and saves `torch.chunk` of the result,
+  whatever the rows of each are; it reads any three.
 """
 
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass
 
 from penstock.models.names import IMAGE_EXPERTS, SELECTION_BIAS
@@ -56,13 +56,18 @@ def find_parts(
             if stack in in_files:
                 parts |= _parts_of_stack(stack, stored_shape(stack), stored, shapes, full_shape)
         elif module and stored[0] not in in_files:
-            for part in _parts_of_ernie(f"{layer}.mlp", module):
-                is_there = part.source in in_files
-                part_shape = (
-                    shapes[stored[0]][::-1] if part.is_transposed else (2, shapes[stored[0]][-1])
-                )
-                if is_there and stored_shape(part.source) == part_shape:
-                    parts[stored[0]] = part
+            # ERNIE-4.5-VL's routers.
+            of_images, shape = module.startswith(f"{IMAGE_EXPERTS}."), shapes[stored[0]]
+            if module.endswith(SELECTION_BIAS):
+                part = Part(f"{layer}.mlp.moe_statics.{SELECTION_BIAS}", (int(of_images), 0))
+                part_shape = 2, shape[-1]
+            elif module.endswith("gate.weight"):
+                part = Part(f"{layer}.mlp.gate.weight{'_1' * of_images}", (0, 0), True)
+                part_shape = shape[::-1]
+            else:
+                continue
+            if part.source in in_files and stored_shape(part.source) == part_shape:
+                parts[stored[0]] = part
     return parts
 
 
@@ -92,10 +97,51 @@ def _parts_of_stack(
     return parts
 
 
-def _parts_of_ernie(layer: str, module: str) -> Iterator[Part]:
-    """Where ERNIE-4.5-VL's files have a router's tensor."""
-    of_images = module.startswith(f"{IMAGE_EXPERTS}.")
-    if module.endswith(SELECTION_BIAS):
-        yield Part(f"{layer}.moe_statics.{SELECTION_BIAS}", (int(of_images), 0))
-    elif module.endswith("gate.weight"):
-        yield Part(f"{layer}.gate.weight_1" if of_images else f"{layer}.gate.weight", (0, 0), True)
+CONVOLUTIONS = ".conv1d.weight"
+"""How the names of the model's parameters end."""
+
+
+@dataclass(frozen=True)
+class RowChunk:
+    """Rows of a tensor in files."""
+
+    source: str
+    start: int
+    num_rows: int
+
+
+def find_row_chunks(
+    names: WeightMap, in_files: Collection[str], stored_shape: StoredShape
+) -> Mapping[str, tuple[RowChunk, ...]]:
+    """The chunks whose rows, one after another, are a tensor of the map, for each that files cut
+    elsewhere. `in_files` are the names in the files."""
+    chunks_by_name: dict[str, tuple[RowChunk, ...]] = {}
+    shapes = names.hf_shapes()
+    for native in names.native_names():
+        stored = names.hf_names(native)
+        if not native.endswith(CONVOLUTIONS) or len(stored) == 1 or not {*stored} <= {*in_files}:
+            continue
+        total, *columns = names.native_shape(native)
+        # As `torch.chunk`: all but the last have the rounded-up share.
+        chunk = -(-total // len(stored))
+        chunks = {name: min(chunk, total - index * chunk) for index, name in enumerate(stored)}
+        if {name: stored_shape(name) for name in stored} != {
+            name: (rows, *columns) for name, rows in chunks.items()
+        }:
+            continue
+        start = 0
+        for name in stored:
+            end = start + shapes[name][0]
+            chunks_by_name[name] = tuple(_covering(chunks, start, end))
+            start = end
+    return chunks_by_name
+
+
+def _covering(chunks: Mapping[str, int], start: int, end: int) -> list[RowChunk]:
+    parts, first = [], 0
+    for source, rows in chunks.items():
+        lowest, highest = max(start, first), min(end, first + rows)
+        if lowest < highest:
+            parts.append(RowChunk(source, lowest - first, highest - lowest))
+        first += rows
+    return parts

@@ -1,14 +1,14 @@
-"""Read and write experts that files have in another form than `WeightMap` says; see
-`expert_parts.py`."""
+"""Read and write tensors whose form in files is not that of `WeightMap` (`stored_parts.py`)."""
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 import torch
 
-from penstock.engine.hf.expert_parts import Part, find_parts
-from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
+from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored, narrow
 from penstock.engine.hf.state_dict import HFStateDict
+from penstock.engine.hf.stored_parts import Part, RowChunk, find_parts, find_row_chunks
+from penstock.engine.quantization.quantized_reader import TensorReader
 from penstock.models.weights import WeightMap
 
 
@@ -16,6 +16,13 @@ def parts_in(names: WeightMap, folder: SafetensorsFolder) -> Mapping[str, Part]:
     """The tensors that the folder has in another form, by their names in the map. The folder's
     names are those of the map, as far as the forms agree."""
     return find_parts(names, set(folder.names()), lambda name: folder.stored(name).shape)
+
+
+def row_chunks_in(
+    names: WeightMap, folder: SafetensorsFolder
+) -> Mapping[str, tuple[RowChunk, ...]]:
+    """The tensors that the folder cuts at other rows, by their names."""
+    return find_row_chunks(names, folder.names(), lambda name: folder.stored(name).shape)
 
 
 @dataclass(frozen=True)
@@ -27,14 +34,12 @@ class TensorParts:
     names: WeightMap
 
     def stored(self, name: str) -> Stored:
-        """Shape and dtype."""
         part = self.parts.get(name)
         if part is None:
             return self.folder.stored(name)
         return replace(self.folder.stored(part.source), shape=self.names.hf_shapes()[name])
 
     def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
-        """A box of a tensor, as stored."""
         part = self.parts.get(name)
         if part is None:
             return self.folder.box(name, offsets, sizes)
@@ -44,13 +49,46 @@ class TensorParts:
         return tensor.mT.contiguous() if part.is_transposed else tensor
 
     def order(self, name: str) -> tuple[str, int]:
-        """A sort key: the order of tensors in the files."""
         part = self.parts.get(name)
         return self.folder.order(part.source if part else name)
 
     def require(self, names: Iterable[str]) -> None:
-        """Raise CapabilityError unless every name exists."""
         self.folder.require(name for name in names if name not in self.parts)
+
+
+@dataclass(frozen=True)
+class RowChunkReader:
+    """A `TensorReader` over another, some of whose tensors are cut at other rows."""
+
+    inner: TensorReader
+    chunks: Mapping[str, tuple[RowChunk, ...]]
+
+    def stored(self, name: str) -> Stored:
+        stored = self.inner.stored(name)
+        if name not in self.chunks:
+            return stored
+        rows = sum(chunk.num_rows for chunk in self.chunks[name])
+        return replace(stored, shape=(rows, *stored.shape[1:]))
+
+    def box(self, name: str, offsets: Sequence[int], sizes: Sequence[int]) -> torch.Tensor:
+        if name not in self.chunks:
+            return self.inner.box(name, offsets, sizes)
+        boxes, first = [], 0
+        for chunk in self.chunks[name]:
+            lowest = max(offsets[0], first)
+            rows = min(offsets[0] + sizes[0], first + chunk.num_rows) - lowest
+            offsets_in_chunk = chunk.start + lowest - first, *offsets[1:]
+            if rows > 0:
+                boxes.append(self.inner.box(chunk.source, offsets_in_chunk, (rows, *sizes[1:])))
+            first += chunk.num_rows
+        # A box without rows is empty in any tensor.
+        return torch.cat(boxes) if boxes else self.inner.box(name, (0,) * len(sizes), sizes)
+
+    def order(self, name: str) -> tuple[str, int]:
+        return self.inner.order(name)
+
+    def require(self, names: Iterable[str]) -> None:
+        self.inner.require(names)
 
 
 def in_files_form(
@@ -73,10 +111,8 @@ def in_files_form(
         joined = torch.empty(shapes[source], dtype=first.dtype)
         for name, tensor in tensors.items():
             offsets, sizes = parts[name].box((0,) * tensor.ndim, tensor.shape)
-            into = joined
-            for dim, (offset, size) in enumerate(zip(offsets, sizes, strict=True)):
-                into = into.narrow(dim, offset, size)
-            into.copy_((tensor.mT if parts[name].is_transposed else tensor).reshape(sizes))
+            part = (tensor.mT if parts[name].is_transposed else tensor).reshape(sizes)
+            narrow(joined, offsets, sizes).copy_(part)
         return joined
 
     def read(requested: Sequence[str]) -> dict[str, torch.Tensor]:
