@@ -98,7 +98,6 @@ def count_sources(
 
 
 def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> RowPlan:
-    """Concatenate the samples of every epoch and split them into rows."""
     orders = form.samples.epochs()
     epochs = [wrapped(sizes[order], capacity) for order in orders]
     laid = [

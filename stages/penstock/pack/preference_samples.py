@@ -143,11 +143,9 @@ class PreferenceSamples:
         return digest.digest()
 
     def _side_tokens(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
-        """(token ids, unshifted labels) of the side of a sample that belongs to a branch."""
         return self.samples.tokens(self._sides[branch], sample)
 
     def _completion(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
-        """(token ids, labels) of a branch's completion."""
         of = int(self._kl_partners[sample]) if self._is_kto and branch else sample
         first = int(self._prompt_ends[of]) + 1
         last = first + int(self._completion_lengths[sample, branch])

@@ -153,7 +153,6 @@ def first_samples(
 def _with_images(
     encode: Encoder, values: list[Value], images: ImageSource | None, settings: DatasetSettings
 ) -> EncodedBatch:
-    """Encode records with images, which are decoded and processed, and not kept."""
     if images is None:
         return encode.with_images("refused")(values)
     path, revision = images.tokenizer

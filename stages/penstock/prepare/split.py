@@ -187,7 +187,6 @@ def _split_evenly(shares: Sequence[SlicePart], num_files: int) -> list[DataFile]
 
 
 def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
-    """The selected samples `first` to `last` of a part."""
     if share.keep is None:
         return SlicePart(share.entry, share.start + first, share.start + last, None)
     kept_rows = np.flatnonzero(share.keep)
@@ -237,7 +236,6 @@ def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
 
 
 def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the file's samples in record batches of moderate size."""
     labels = list(dict.fromkeys(share.entry[0].label for share in file.shares))
     held: list[pa.RecordBatch] = []
     for share in file.shares:

@@ -113,7 +113,6 @@ def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[st
 
 
 def _count_desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
-    """Number of desirable completions (KTO)."""
     files = [folder / entry["file"] for entry in plan["splits"][split]]
     batches = [batch for file in files for batch in map_batches(file)]
     return sum(batch.column("desirable").true_count for batch in batches)

@@ -152,7 +152,6 @@ class ImageFiles:
         return _Batch.of(self._batches[number], self._forms[number])
 
     def _find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
-        """Index of the record batch of each image, and its row in it; None if no file has it."""
         if self._index is None:
             self._index = _Index.of(self._batches)
         return self._index.find(digests)
@@ -192,7 +191,6 @@ class _Index:
         return cls(digests, starts, keys[order], order)
 
     def find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
-        """The place of each image: (index of the record batch, row); None if there is none."""
         keys = np.frombuffer(b"".join(digests), np.uint64)[:: IMAGE_DIGEST_BYTES // 8]
         sides = (self.keys.searchsorted(keys, bound).tolist() for bound in ("left", "right"))
         return [self._find(*bounds) for bounds in zip(digests, *sides, strict=True)]
@@ -214,8 +212,6 @@ def _digests(column: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of tensors."""
-
     name: str
     index: int
     """Of the column; that of its shapes is the next one."""
@@ -237,8 +233,6 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the schema of a file says."""
-
     kind: str
     columns: tuple[_Column, ...]
 
@@ -289,8 +283,6 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The buffers of a record batch."""
-
     errors: pa.Array
     columns: tuple[_Tensors, ...]
     inputs: tuple[_Tensors, ...]

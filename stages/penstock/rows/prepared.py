@@ -243,7 +243,6 @@ class PreparedSamples:
         )
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """Index of the record batch of a sample, and the sample's index in it."""
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
 

@@ -110,7 +110,6 @@ class PackedRows:
 
     @cached_property
     def _media(self) -> ImageFiles:
-        """The images of the packed artifact."""
         return ImageFiles.in_folder(self.folder.parent.parent / MEDIA)
 
     def table(self) -> pa.Table:

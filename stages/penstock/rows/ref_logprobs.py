@@ -110,7 +110,6 @@ def drop_damaged(folder: Path) -> list[Path]:
 
 
 def _serialize(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
-    """The content of an Arrow IPC file."""
     flat = pa.array(np.ascontiguousarray(scores, dtype=np.float64).ravel())
     columns = [
         pa.array(samples, type=SCHEMA.field("sample").type),

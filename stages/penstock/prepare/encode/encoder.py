@@ -116,7 +116,6 @@ class _ParsedBatch:
 def _check_templates(
     tokenizer: PreTrainedTokenizerBase, chosen: ChatTemplate | None
 ) -> TemplateVariables:
-    """The variables of the tokenizer's chat templates. Raises ConfigError if one is no Jinja."""
     texts: Any = tokenizer.chat_template or {}
     template_name = (chosen and chosen.where) or locate_template(tokenizer)
     read = TemplateVariables(
@@ -447,7 +446,7 @@ def _without_turns(document: Document, turns: int) -> Document:
 def _samples_to_check(
     sides: list[TokenSequences], longest: Any, trained: Any, limit: int | None
 ) -> list[int]:
-    """Samples to check one by one: all pairs, and samples that are too long or not trained."""
+    # Pairs are all checked: their prompts must be aligned.
     if len(sides) > 1:
         return list(range(len(longest)))
     is_odd = trained == 0

@@ -146,7 +146,7 @@ def _of_batches(
 
 
 def _publish(values: Array, target: Path) -> None:
-    """Write the feature atomically; several processes may write it at the same time."""
+    # Several processes may write the same feature at the same time.
     part = target.with_name(f"{target.name}.{uuid4().hex}{PART}")
     try:
         with part.open("wb") as sink:

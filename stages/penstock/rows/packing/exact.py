@@ -53,7 +53,6 @@ def exact_fit(counts: Indices, capacity: int, choose: Choose) -> Patterns:
 
 
 def _fill(stock: "_Stock", capacity: int) -> list[int]:
-    """The lengths of one row, taken from the stock."""
     pattern: list[int] = []
     room = capacity
     while room and (top := stock.fitting(room)):
@@ -86,18 +85,15 @@ class _Stock:
                 self._mirrored |= 1 << (capacity - length)
 
     def take(self, length: int, count: int) -> None:
-        """Use `count` samples of a length."""
         self.counts[length] -= count
 
     def forget(self, lengths: Counter[int]) -> None:
-        """Clear the bits of those lengths that are used up."""
         for length in lengths:
             if not self.counts[length]:
                 self.lengths ^= 1 << length
                 self._mirrored ^= 1 << (self._capacity - length)
 
     def fitting(self, room: int) -> int:
-        """The longest length that fits; 0 if none does."""
         # Bits 0 to `room`.
         lengths = self.lengths & ((2 << room) - 1)
         while lengths:
@@ -108,7 +104,6 @@ class _Stock:
         return 0
 
     def pair(self, room: int) -> tuple[int, int] | None:
-        """Two lengths that sum to `room`."""
         candidates = self.lengths & (self._mirrored >> (self._capacity - room))
         while candidates:
             first = self._choose(candidates, room)
