@@ -10,8 +10,8 @@ import numpy as np
 from penstock.core.files import read_json
 from penstock.prepare.plan import SECTIONS, summarize_plan
 from penstock.prepare.sample_sources import SplitSources, split_sources
+from penstock.rows.arrow import map_batches
 from penstock.rows.prepared import PLAN, PreparedSamples
-from penstock.rows.reader import map_batches
 from penstock.rows.sample_order import Indices
 from penstock.rows.schema import SPLITS
 
