@@ -15,7 +15,7 @@ from penstock.prepare.encode.encoder import EncodedBatch, Encoder
 from penstock.prepare.encode.ragged import dense_weights, to_offsets
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
-from penstock.prepare.unread_columns import Unread, count_unread
+from penstock.prepare.unread_columns import count_unread
 from penstock.rows.arrow import binary_array, list_array, source_array, to_arrow
 from penstock.rows.schema import (
     IMAGE_DIGEST_BYTES,
@@ -73,18 +73,14 @@ def _write_samples(
             _count_batch(samples, tally)
             columns = count_unread(batch.values, item.settings, item.columns)
             for unread in (columns, samples.unread_keys):
-                _count_unread(unread, batch, tally)
+                tally.unread += unread.counts
+                for name, (index, value) in unread.examples.items():
+                    if name not in tally.unread_examples:
+                        location = locate(batch.file, batch.line(index), batch.record(index))
+                        tally.unread_examples[name] = {**location, "value": value}
             writer.write_batch(_to_record_batch(samples, first, item.label, schema))
     tally.weighted = tally.rows if is_weighted else 0
     return tally
-
-
-def _count_unread(unread: Unread, batch: Batch, tally: Tally) -> None:
-    tally.unread += unread.counts
-    for name, (record_index, value) in unread.examples.items():
-        if name not in tally.unread_examples:
-            location = locate(batch.file, batch.line(record_index), batch.record(record_index))
-            tally.unread_examples[name] = {**location, "value": value}
 
 
 def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
@@ -93,13 +89,8 @@ def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     tally.tokens += int(sum(length.sum() for length in lengths))
     tally.trained_tokens += int(sum(side.count_trained().sum() for side in samples.sides))
     tally.lengths += Counter(histogram(np.max(lengths, axis=0)))
-    tally.truncated += samples.truncated.samples
-    tally.tokens_cut += samples.truncated.tokens
-    tally.turns_dropped += samples.truncated.turns
-    tally.blank_answers += samples.blank_answers
-    tally.assistant_first += samples.assistant_first
-    tally.without_end += samples.without_end
-    tally.repeated_bos += samples.repeated_bos
+    for name, count in samples.counts.items():
+        setattr(tally, name, getattr(tally, name) + count)
     tally.images += sum(map(len, samples.images))
 
 

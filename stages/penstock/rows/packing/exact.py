@@ -1,6 +1,5 @@
 """Exact bin packing: rows without a free token, on the histogram of lengths; best of several plans.
 
-
 The longest remaining sample opens a row, and one, two or three lengths fill it exactly; the pattern
 is repeated until one of its lengths is used up. The remaining lengths are a bit set in one large
 integer, so one shift and one AND find all pairs with a given sum.
