@@ -23,8 +23,8 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder
 from penstock.engine.peft.adapter_config import read_peft_config
 from penstock.evaluate.folder import read_base_model
+from penstock.rows.arrow import map_batches
 from penstock.rows.prepared import PLAN, PreparedSamples
-from penstock.rows.reader import map_batches
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.train.launch.job import (
     ENVIRONMENT,

@@ -145,7 +145,6 @@ def _text_config(text: TextModel) -> dict[str, Any]:
 def _write_weights(
     parts: Iterator[dict[str, torch.Tensor]], dtype: torch.dtype, out: Path
 ) -> dict[str, Any]:
-    """Write a file for each of `parts`; return facts."""
     weight_map: dict[str, str] = {}
     total = parameters = 0
     for number, tensors in enumerate(parts):

@@ -144,7 +144,6 @@ def _to_array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
 
 
 def _processor_key(stage: "Encode", kind: str) -> str:
-    """Key of the processor that made the tensors of images or videos."""
     origin = stage.origin
     path = resolve_folder(origin.tokenizer_path, origin.tokenizer)
     revision = origin.tokenizer.pin.get("commit")

@@ -21,7 +21,7 @@ from penstock.core.errors import CapabilityError, StageError
 from penstock.engine.device import accelerator
 from penstock.evaluate.final_answer import FinalAnswer, final_answers
 from penstock.evaluate.folder import read_base_model
-from penstock.rows.reader import map_batches
+from penstock.rows.arrow import map_batches
 from penstock.rows.schema import IGNORED
 
 

@@ -79,7 +79,6 @@ def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list
 
 
 def _row_lengths(row_plan: RowPlan) -> np.ndarray:
-    """Number of tokens of every row."""
     # No row is empty; for one, reduceat would give the next row's first size instead of 0.
     return np.add.reduceat(row_plan.sizes, row_plan.bins.ends - row_plan.bins.sizes())
 

@@ -5,9 +5,10 @@ from itertools import chain
 import numpy as np
 import pyarrow as pa
 
+from penstock.rows.arrow import binary_array, list_array, to_arrow
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
-from penstock.rows.schema import IMAGE_COLUMNS
+from penstock.rows.schema import IMAGE_DIGEST_BYTES
 
 
 def image_columns(
@@ -19,11 +20,11 @@ def image_columns(
         return []
     images = [samples.images(sample) for sample in chosen.tolist() for _ in range(documents)]
     before = np.cumsum([0, *(len(digests) for digests, _ in images)])
-    starts = pa.array(before[rows * documents].astype(np.int32))
-    columns = zip(*images, strict=True)
+    starts = before[rows * documents]
+    digests, counts = ([*chain.from_iterable(lists)] for lists in zip(*images, strict=True))
     return [
-        pa.ListArray.from_arrays(starts, pa.array([*chain(*lists)], field.type.value_type))
-        for lists, field in zip(columns, IMAGE_COLUMNS, strict=True)
+        list_array(starts, binary_array(digests, IMAGE_DIGEST_BYTES)),
+        list_array(starts, to_arrow(np.array(counts, np.int32))),
     ]
 
 

@@ -9,10 +9,16 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.pack.preference_samples import PreferenceSamples
 from penstock.pack.settings import PackSettings
 from penstock.pack.sft_samples import SFTSamples
-from penstock.rows.bin_plan import Indices, PackingPlan, join, one_per_row, sequential
-from penstock.rows.packing.greedy import greedy
+from penstock.rows.bin_plan import (
+    Indices,
+    PackingPlan,
+    greedy,
+    join,
+    one_per_row,
+    sequential,
+    wrapped,
+)
 from penstock.rows.packing.multipack import multipack
-from penstock.rows.packing.wrapped import wrapped
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.sample_order import rows_generator
 from penstock.rows.sources import Sources
@@ -98,7 +104,6 @@ def count_sources(
 
 
 def _plan_wrapped_rows(form: RowSamples, sizes: Indices, capacity: int) -> RowPlan:
-    """Concatenate the samples of every epoch and split them into rows."""
     orders = form.samples.epochs()
     epochs = [wrapped(sizes[order], capacity) for order in orders]
     laid = [

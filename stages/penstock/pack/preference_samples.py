@@ -17,13 +17,11 @@ import pyarrow as pa
 from penstock.core.errors import StageError
 from penstock.pack.images import image_columns, image_counts, image_facts
 from penstock.pack.settings import PackSettings
+from penstock.rows.arrow import Tokens, Weights, binary_array, list_array, to_arrow
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
-from penstock.rows.reader import Tokens, Weights
 from penstock.rows.schema import DIGEST_BYTES, IGNORED
 from penstock.rows.shared_prefix import PER_SAMPLE
-
-DIGEST = pa.binary(DIGEST_BYTES)
 
 
 @dataclass(frozen=True)
@@ -96,24 +94,23 @@ class PreferenceSamples:
     def extra_columns(self, chosen: Indices, rows: Indices) -> list[pa.Array]:
         """Columns of prefix sharing. `rows` are the indices of each row's first sample, then the
         number of samples."""
-        prompts = np.repeat(self._shared_lengths[chosen], self.documents_per_sample)
-        digests = pa.array([self.digest(sample) for sample in chosen.tolist()], DIGEST)
+        documents = self.documents_per_sample
+        prompts = np.repeat(self._shared_lengths[chosen], documents).astype(np.int32)
+        branches = self._branch_lengths[chosen].ravel().astype(np.int32)
+        digests = binary_array([self.digest(sample) for sample in chosen.tolist()], DIGEST_BYTES)
         columns = [
-            _list_array(rows * self.documents_per_sample, pa.array(prompts.astype(np.int32))),
-            _list_array(
-                rows * PER_SAMPLE, pa.array(self._branch_lengths[chosen].ravel().astype(np.int32))
-            ),
-            _list_array(rows, digests),
+            list_array(rows * documents, to_arrow(prompts)),
+            list_array(rows * PER_SAMPLE, to_arrow(branches)),
+            list_array(rows, digests),
         ]
         if self._is_kto:
-            columns.append(_list_array(rows, pa.array(self._desirable[chosen])))
+            columns.append(list_array(rows, to_arrow(self._desirable[chosen])))
         if self.samples.is_scored:
-            columns.append(_list_array(rows, pa.array(self._score_gaps[chosen])))
+            columns.append(list_array(rows, to_arrow(self._score_gaps[chosen])))
         if self.samples.has_images:
-            documents = self.documents_per_sample
             counts = image_counts(self.samples, chosen).repeat(documents).astype(np.int32)
             columns += image_columns(self.samples, chosen, rows, documents)
-            columns.append(_list_array(rows * documents, pa.array(counts)))
+            columns.append(list_array(rows * documents, to_arrow(counts)))
         return columns
 
     def facts(self, chosen: Indices) -> dict[str, int]:
@@ -143,11 +140,9 @@ class PreferenceSamples:
         return digest.digest()
 
     def _side_tokens(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
-        """(token ids, unshifted labels) of the side of a sample that belongs to a branch."""
         return self.samples.tokens(self._sides[branch], sample)
 
     def _completion(self, branch: int, sample: int) -> tuple[Tokens, Tokens]:
-        """(token ids, labels) of a branch's completion."""
         of = int(self._kl_partners[sample]) if self._is_kto and branch else sample
         first = int(self._prompt_ends[of]) + 1
         last = first + int(self._completion_lengths[sample, branch])
@@ -248,7 +243,3 @@ def _pair_with_other_prompts(prompts: Sequence[bytes]) -> Indices:
     # If all prompts are equal, use the previous sample.
     partners[partners == np.arange(count)] -= 1
     return partners % count
-
-
-def _list_array(starts: Indices, values: pa.Array) -> pa.Array:
-    return pa.ListArray.from_arrays(pa.array(starts.astype(np.int32)), values)

@@ -8,9 +8,9 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.pack.images import image_columns, image_facts
+from penstock.rows.arrow import Tokens, Weights
 from penstock.rows.bin_plan import Indices
 from penstock.rows.prepared import PreparedSamples
-from penstock.rows.reader import Tokens, Weights
 from penstock.rows.schema import IGNORED
 
 

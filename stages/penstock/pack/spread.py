@@ -129,7 +129,6 @@ def _in_processes(
 
 
 def _init_worker() -> None:
-    """Worker initializer: end with the parent process, and drop secrets."""
     end_with_starter()
     env.forget_secrets()
 

@@ -85,12 +85,12 @@ class Pack(Stage):
         }
 
     def _link_images(self, out: Path) -> None:
-        """Link the tensors or features of images, so that the result needs no other."""
         from penstock.core.cache.digest_cache import keep_cached_across_links
         from penstock.core.cache.manifest import listed_files
         from penstock.core.files import link
         from penstock.rows.image_files import MEDIA
 
+        # Linked, so that the result needs no other.
         source = self.encoded or self.prepared
         files = listed_files(source.path / MEDIA, "*.arrow")
         if files:

@@ -76,7 +76,6 @@ def infer_dataset_type(
 
 
 def _named_fields(dataset: DatasetConfig) -> dict[str, str]:
-    """The `field_` settings that the user has set."""
     return {
         name: value
         for name in sorted(dataset.model_fields_set)

@@ -125,7 +125,7 @@ def first_samples(
     if any(fault.reason == "template" for fault in faults):
         template = suggest_chat_template(records[:INFER_RECORDS], settings, tokenizer)
     unread = [count_unread(values, settings, columns), samples.unread_keys]
-    counts = unread[0].counts + unread[1].counts
+    counts, unread_counts = samples.counts, unread[0].counts + unread[1].counts
     examples = {
         name: {**locate("", 0, record_index + 1), "value": value}
         for unread_columns in unread
@@ -141,9 +141,9 @@ def first_samples(
         bad=sum(fault.reason not in DROP_REASONS for fault in faults),
         dropped=len(faults),
         faults=tuple(dict.fromkeys(fault.why for fault in faults)),
-        unread=tuple(unread_columns(counts, len(records), settings.type, examples)),
+        unread=tuple(unread_columns(unread_counts, len(records), settings.type, examples)),
         warnings=tuple(
-            token_warnings(samples.without_end, samples.repeated_bos, records=len(records))
+            token_warnings(counts["without_end"], counts["repeated_bos"], records=len(records))
         ),
         template=template,
         hint=_hint(records, settings, faults, template) if faults else "",
@@ -153,7 +153,6 @@ def first_samples(
 def _with_images(
     encode: Encoder, values: list[Value], images: ImageSource | None, settings: DatasetSettings
 ) -> EncodedBatch:
-    """Encode records with images, which are decoded and processed, and not kept."""
     if images is None:
         return encode.with_images("refused")(values)
     path, revision = images.tokenizer

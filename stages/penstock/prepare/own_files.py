@@ -57,7 +57,7 @@ def _is_read_whole(dataset: DatasetConfig, folder: Path) -> bool:
 
 
 def _search_reaches(folder: Path, root: Path) -> bool:
-    """Whether the search for data files in `folder` includes `root`; hidden folders are skipped."""
     if not root.is_relative_to(folder):
         return False
+    # Data files are not looked for in hidden folders.
     return not any(map(NOT_DATA.fullmatch, root.relative_to(folder).parts))

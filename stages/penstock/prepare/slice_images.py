@@ -97,7 +97,6 @@ class _FoundImages:
     paths: dict[bytes, tuple[ImageRef, Folder | None]] = field(default_factory=dict)
 
     def add(self, ref: ImageRef, folder: Folder | None, *, several: bool) -> None:
-        """Read an image, unless it was read before. `several`: its sample has several."""
         located = locate(ref, folder)
         if located not in self.by_place:
             self._read_first(ref, folder, located)

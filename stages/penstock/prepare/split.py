@@ -26,10 +26,10 @@ from penstock.prepare.select.select import Selection
 from penstock.prepare.settings import PrepareSettings
 from penstock.prepare.slice_cache import media_files
 from penstock.prepare.slices import TokenizedSlice
+from penstock.rows.arrow import map_batches, source_array, to_arrow, with_columns
 from penstock.rows.image_files import MEDIA
 from penstock.rows.prepared import PLAN
-from penstock.rows.reader import map_batches
-from penstock.rows.schema import SPLITS, prepared_schema, with_columns
+from penstock.rows.schema import SPLITS, prepared_schema
 
 FORMAT = 1
 """Increase it if the same samples must be written in other record batches."""
@@ -187,7 +187,6 @@ def _split_evenly(shares: Sequence[SlicePart], num_files: int) -> list[DataFile]
 
 
 def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
-    """The selected samples `first` to `last` of a part."""
     if share.keep is None:
         return SlicePart(share.entry, share.start + first, share.start + last, None)
     kept_rows = np.flatnonzero(share.keep)
@@ -237,7 +236,6 @@ def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
 
 
 def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
-    """Yield the file's samples in record batches of moderate size."""
     labels = list(dict.fromkeys(share.entry[0].label for share in file.shares))
     held: list[pa.RecordBatch] = []
     for share in file.shares:
@@ -263,7 +261,7 @@ def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
             # Always copied: IPC would write all tokens of the batch that a slice is a view of.
             rows = np.arange(high - low) if keep is None else np.flatnonzero(keep)
             if len(rows):
-                yield part.take(pa.array(rows))
+                yield part.take(to_arrow(rows))
         row += batch.num_rows
 
 
@@ -271,9 +269,7 @@ def _with_labels(
     batch: pa.RecordBatch, number: int, labels: Sequence[str], schema: pa.Schema
 ) -> pa.RecordBatch:
     """The batch with the file-wide dictionary of sources, which the Arrow file format requires."""
-    sources = pa.DictionaryArray.from_arrays(
-        pa.array(np.full(batch.num_rows, number, dtype=np.int32)), pa.array(labels, pa.string())
-    )
+    sources = source_array(batch.num_rows, number, labels)
     batch = with_columns(batch, schema)
     columns = [sources if name == "source" else batch.column(name) for name in schema.names]
     return pa.RecordBatch.from_arrays(columns, schema=schema)

@@ -113,7 +113,6 @@ class Prepare(Stage):
         return summarize_plan(plan)
 
     def _datasets(self) -> Iterator[tuple[Source, DatasetSettings]]:
-        """Each source with the settings of its data set."""
         settings = self.settings
         yield from zip(self.sources, settings.datasets, strict=True)
         yield from zip(self.test_sources, settings.test_datasets, strict=True)

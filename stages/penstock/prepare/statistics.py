@@ -10,8 +10,8 @@ import numpy as np
 from penstock.core.files import read_json
 from penstock.prepare.plan import SECTIONS, summarize_plan
 from penstock.prepare.sample_sources import SplitSources, split_sources
+from penstock.rows.arrow import map_batches
 from penstock.rows.prepared import PLAN, PreparedSamples
-from penstock.rows.reader import map_batches
 from penstock.rows.sample_order import Indices
 from penstock.rows.schema import SPLITS
 
@@ -113,7 +113,6 @@ def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[st
 
 
 def _count_desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
-    """Number of desirable completions (KTO)."""
     files = [folder / entry["file"] for entry in plan["splits"][split]]
     batches = [batch for file in files for batch in map_batches(file)]
     return sum(batch.column("desirable").true_count for batch in batches)

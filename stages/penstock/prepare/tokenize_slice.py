@@ -1,7 +1,8 @@
 """Tokenize one slice: records to an Arrow file of samples, with counts."""
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -11,11 +12,18 @@ from penstock.core.files import atomic_write
 from penstock.prepare.bad_records import Tally, locate
 from penstock.prepare.encode.backends import BackendMismatch
 from penstock.prepare.encode.encoder import EncodedBatch, Encoder
-from penstock.prepare.encode.ragged import TokenSequences, dense_weights
+from penstock.prepare.encode.ragged import dense_weights, to_offsets
 from penstock.prepare.readers.records import Batch
 from penstock.prepare.slices import Slice
-from penstock.prepare.unread_columns import Unread, count_unread
-from penstock.rows.schema import IMAGE_TOKENS, IMAGES, LOSS_WEIGHTS, histogram, prepared_schema
+from penstock.prepare.unread_columns import count_unread
+from penstock.rows.arrow import binary_array, list_array, source_array, to_arrow
+from penstock.rows.schema import (
+    IMAGE_DIGEST_BYTES,
+    IMAGES,
+    LOSS_WEIGHTS,
+    histogram,
+    prepared_schema,
+)
 
 Read = Callable[[], Iterable[Batch]]
 """Reads the records of a slice, from the first one each time it is called."""
@@ -65,18 +73,14 @@ def _write_samples(
             _count_batch(samples, tally)
             columns = count_unread(batch.values, item.settings, item.columns)
             for unread in (columns, samples.unread_keys):
-                _count_unread(unread, batch, tally)
+                tally.unread += unread.counts
+                for name, (index, value) in unread.examples.items():
+                    if name not in tally.unread_examples:
+                        location = locate(batch.file, batch.line(index), batch.record(index))
+                        tally.unread_examples[name] = {**location, "value": value}
             writer.write_batch(_to_record_batch(samples, first, item.label, schema))
     tally.weighted = tally.rows if is_weighted else 0
     return tally
-
-
-def _count_unread(unread: Unread, batch: Batch, tally: Tally) -> None:
-    tally.unread += unread.counts
-    for name, (record_index, value) in unread.examples.items():
-        if name not in tally.unread_examples:
-            location = locate(batch.file, batch.line(record_index), batch.record(record_index))
-            tally.unread_examples[name] = {**location, "value": value}
 
 
 def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
@@ -85,40 +89,30 @@ def _count_batch(samples: EncodedBatch, tally: Tally) -> None:
     tally.tokens += int(sum(length.sum() for length in lengths))
     tally.trained_tokens += int(sum(side.count_trained().sum() for side in samples.sides))
     tally.lengths += Counter(histogram(np.max(lengths, axis=0)))
-    tally.truncated += samples.truncated.samples
-    tally.tokens_cut += samples.truncated.tokens
-    tally.turns_dropped += samples.truncated.turns
-    tally.blank_answers += samples.blank_answers
-    tally.assistant_first += samples.assistant_first
-    tally.without_end += samples.without_end
-    tally.repeated_bos += samples.repeated_bos
+    for name, count in samples.counts.items():
+        setattr(tally, name, getattr(tally, name) + count)
     tally.images += sum(map(len, samples.images))
 
 
 def _to_record_batch(
     samples: EncodedBatch, first: int, label: str, schema: pa.Schema
 ) -> pa.RecordBatch:
-    columns: list[pa.Array] = [column for side in samples.sides for column in _list_arrays(side)]
+    columns: list[pa.Array] = []
+    for side in samples.sides:
+        columns += (list_array(side.offsets, to_arrow(v)) for v in (side.ids, side.labels))
     if "desirable" in schema.names:
-        columns.append(pa.array(samples.desirable, pa.bool_()))
+        columns.append(to_arrow(np.array(samples.desirable, np.bool_)))
     if "score_gap" in schema.names:
-        columns.append(pa.array(samples.score_gaps, pa.float32()))
+        columns.append(to_arrow(np.array(samples.score_gaps, np.float32)))
     if LOSS_WEIGHTS.name in schema.names:
         [side] = samples.sides
-        weights = pa.array(dense_weights(side.labels, side.weights))
-        columns.append(pa.ListArray.from_arrays(columns[0].offsets, weights))
+        columns.append(list_array(side.offsets, to_arrow(dense_weights(side.labels, side.weights))))
     if IMAGES in schema.names:
-        columns.append(pa.array(samples.images, schema.field(IMAGES).type))
-        columns.append(pa.array(samples.image_tokens, schema.field(IMAGE_TOKENS).type))
-    columns.append(
-        pa.DictionaryArray.from_arrays(
-            pa.array(np.zeros(len(samples.records), dtype=np.int32)), pa.array([label], pa.string())
-        )
-    )
-    columns.append(pa.array(first + np.array(samples.records, dtype=np.int64)))
+        offsets = to_offsets([len(images) for images in samples.images])
+        digests = [*chain.from_iterable(samples.images)]
+        counts = np.array([*chain.from_iterable(samples.image_tokens)], np.int32)
+        columns.append(list_array(offsets, binary_array(digests, IMAGE_DIGEST_BYTES)))
+        columns.append(list_array(offsets, to_arrow(counts)))
+    columns.append(source_array(len(samples.records), 0, [label]))
+    columns.append(to_arrow(first + np.array(samples.records, dtype=np.int64)))
     return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _list_arrays(side: TokenSequences) -> Sequence[pa.Array]:
-    offsets = pa.array(side.offsets.astype(np.int32))
-    return [pa.ListArray.from_arrays(offsets, pa.array(v)) for v in (side.ids, side.labels)]

@@ -142,7 +142,6 @@ def _tokenize_with_images(
 
 
 def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
-    """Slices that are not in the cache, without duplicates."""
     once = list({item.content: item for item in slices}.values())
     return [item for item, is_cached in zip(once, cache.lookup(once), strict=True) if not is_cached]
 
@@ -150,13 +149,13 @@ def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
 def _tokenize_in_processes(
     slices: list[Slice], config: WorkerConfig, workers: int
 ) -> list[SliceStatus]:
-    """Tokenize in a process pool; largest slices first, so that processes finish together."""
     # Not fork: threads and locks of the tokenizers library do not survive it.
     context = get_context("spawn")
     threads = max(1, env.num_processors() // workers)
     begin = (os.getpid(), threads, _credential_purposes(slices, config))
     pool = ProcessPoolExecutor(workers, context, _init_worker, begin)
     try:
+        # Largest first, so that processes finish together.
         by_size = sorted(slices, key=lambda item: -item.num_bytes)
         with without_main_module():
             futures = {
@@ -181,14 +180,12 @@ def _tokenize_in_processes(
 
 
 def _tokenize_in_worker(item: Slice, config: WorkerConfig) -> tuple[SliceStatus, ProcessWarnings]:
-    """Tokenize a slice in a worker process."""
     with collect_warnings() as messages:
         tokenized = tokenize_one(item, config, "skip")
     return tokenized, ProcessWarnings(str(os.getpid()), messages)
 
 
 def _credential_purposes(slices: Sequence[Slice], config: WorkerConfig) -> set[Purpose]:
-    """Purposes for which the worker processes need credentials."""
     pieces = [piece for item in slices for piece in item.pieces]
     purposes: set[Purpose] = set()
     is_local = config.tokenizer.startswith("builtin:") or Path(config.tokenizer).exists()
@@ -200,7 +197,6 @@ def _credential_purposes(slices: Sequence[Slice], config: WorkerConfig) -> set[P
 
 
 def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> None:
-    """Worker initializer: end with the parent, drop unneeded secrets, limit tokenizer threads."""
     end_with_parent(parent)
     env.forget_secrets(purposes)
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works

@@ -12,9 +12,9 @@ from penstock.core.cache.stage import Artifact
 from penstock.core.cache.verify import MAX_LISTED_FILES, damaged_files
 from penstock.core.errors import ArtifactError
 from penstock.core.files import read_json
+from penstock.rows.arrow import map_batches, with_columns
 from penstock.rows.prepared import PLAN
-from penstock.rows.reader import map_batches
-from penstock.rows.schema import SPLITS, with_columns
+from penstock.rows.schema import SPLITS
 
 FILE_BYTES = 512 << 20
 """Maximum bytes of samples per parquet file before compression, in whole batches."""

@@ -190,12 +190,11 @@ class StepSampler:
         return full_steps + 1 if remainder and (alone or self._keeps(cursor.epoch)) else full_steps
 
     def _keeps(self, epoch: int) -> bool:
-        """Whether the epoch ends with a step that is not full."""
         return keeps_rest(self._size(epoch), self.rows_per_step, self._last_batch)
 
     def _order(self, cursor: Cursor) -> Integers:
-        """Row order of the epoch. Cached, because computing it takes a pass over all its rows."""
         drawn = replace(cursor, samples=0)
+        # Cached: computing it takes a pass over all rows of the epoch.
         if self._cached_order is None or self._cached_order[0] != drawn:
             start = self._starts[cursor.epoch % len(self._blocks)]
             costs = self.costs[start : start + self._size(cursor.epoch)]

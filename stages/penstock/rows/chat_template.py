@@ -55,7 +55,6 @@ class ChatTemplate(Settings):
 
 
 def _literal(value: Any) -> str:
-    """A JSON value as Jinja."""
     if isinstance(value, Mapping):
         return "{" + ", ".join(f"{_literal(k)}: {_literal(v)}" for k, v in value.items()) + "}"
     if isinstance(value, list | tuple):

@@ -104,8 +104,6 @@ class MicroBatch:
 
 @dataclass(frozen=True)
 class _Part:
-    """The fields of a micro-batch that are not tensors."""
-
     lengths: tuple[int, ...]
     num_tokens: int
     num_trained: int
@@ -216,7 +214,6 @@ def collate(
 
 
 def _documents(rows: Sequence[Row]) -> list[int]:
-    """Length of every document."""
     lengths = [length for row in rows for length in row.lengths.tolist()]
     used, held = sum(lengths), sum(len(row.input_ids) for row in rows)
     if held != used:
@@ -225,13 +222,12 @@ def _documents(rows: Sequence[Row]) -> list[int]:
 
 
 def _documents_of_padding(tokens: int) -> list[int]:
-    """Lengths of padding documents. Short, because attention is quadratic in document length."""
+    # Short documents, because attention is quadratic in their length.
     num_full, remainder = divmod(tokens, PADDING)
     return [PADDING] * num_full + [remainder] * (remainder > 0)
 
 
 def _totals(used: Sequence[int], multiple: int, pad_to: PadTo) -> list[int]:
-    """Number of tokens of each micro-batch, with padding."""
     longest = max(used, default=0)
     if isinstance(pad_to, int):
         if longest > pad_to:

@@ -165,7 +165,6 @@ class ImageBatch:
 
 
 def _distinct(images: Sequence[RowImage]) -> tuple[list[RowImage], tuple[int, ...]]:
-    """The images, each once, and which of them each is."""
     distinct: list[RowImage] = []
     index_by_digest: dict[bytes, int] = {}
     order: list[int] = []

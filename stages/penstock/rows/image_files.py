@@ -22,6 +22,13 @@ import pyarrow as pa
 
 from penstock.core.cache.manifest import listed_files
 from penstock.core.errors import ArtifactError
+from penstock.rows.arrow import (
+    binary_array,
+    list_array,
+    map_batches,
+    string_array,
+    to_arrow,
+)
 from penstock.rows.pixel_table import PixelTable, StoredTensor
 from penstock.rows.schema import IMAGE_DIGEST_BYTES
 
@@ -152,21 +159,15 @@ class ImageFiles:
         return _Batch.of(self._batches[number], self._forms[number])
 
     def _find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
-        """Index of the record batch of each image, and its row in it; None if no file has it."""
         if self._index is None:
             self._index = _Index.of(self._batches)
         return self._index.find(digests)
 
     def _add(self, path: Path) -> None:
-        try:
-            reader = pa.ipc.open_file(pa.memory_map(str(path)))
-            batches = [reader.get_batch(index) for index in range(reader.num_record_batches)]
-        except (pa.ArrowException, OSError) as error:
-            raise ArtifactError(
-                f"{path} cannot be read as Arrow: {error}\n  Build it again with --force prepare."
-            ) from error
+        batches = map_batches(path, "Build it again with --force prepare.")
         self._batches += batches
-        self._forms += [_Form.of(reader.schema)] * len(batches)
+        # One for all, so that equal pixel tables are the same object.
+        self._forms += [_Form.of(batch.schema) for batch in batches[:1]] * len(batches)
 
 
 @dataclass(frozen=True)
@@ -192,7 +193,6 @@ class _Index:
         return cls(digests, starts, keys[order], order)
 
     def find(self, digests: Sequence[bytes]) -> list[tuple[int, int] | None]:
-        """The place of each image: (index of the record batch, row); None if there is none."""
         keys = np.frombuffer(b"".join(digests), np.uint64)[:: IMAGE_DIGEST_BYTES // 8]
         sides = (self.keys.searchsorted(keys, bound).tolist() for bound in ("left", "right"))
         return [self._find(*bounds) for bounds in zip(digests, *sides, strict=True)]
@@ -214,8 +214,6 @@ def _digests(column: Any) -> np.ndarray:
 
 @dataclass(frozen=True)
 class _Column:
-    """A column of tensors."""
-
     name: str
     index: int
     """Of the column; that of its shapes is the next one."""
@@ -237,8 +235,6 @@ class _Column:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the schema of a file says."""
-
     kind: str
     columns: tuple[_Column, ...]
 
@@ -289,8 +285,6 @@ class _Tensors:
 
 @dataclass(frozen=True)
 class _Batch:
-    """The buffers of a record batch."""
-
     errors: pa.Array
     columns: tuple[_Tensors, ...]
     inputs: tuple[_Tensors, ...]
@@ -341,12 +335,9 @@ def _to_batch(
     """A batch whose tensors are in `buffers`, until the next one is built."""
     # In the order of the schema's fields.
     columns: list[pa.Array] = [
-        pa.array([image.digest for image in images], pa.binary(IMAGE_DIGEST_BYTES)),
-        *(
-            pa.array([image.size[dimension] for image in images], pa.int32())
-            for dimension in (0, 1)
-        ),
-        pa.array([image.error for image in images], pa.string()),
+        binary_array([image.digest for image in images], IMAGE_DIGEST_BYTES),
+        *map(to_arrow, np.array([image.size for image in images], np.int32).T),
+        string_array([image.error for image in images]),
     ]
     for column in _columns(schema):
         tensors = [column.tensor_of(image) for image in images]
@@ -360,5 +351,7 @@ def _to_batch(
         content = np.concatenate(raw, out=buffers[column.name][:used])
         parts = [None, pa.py_buffer(ends), pa.py_buffer(content)]
         columns.append(pa.LargeBinaryArray.from_buffers(pa.large_binary(), len(raw), parts))
-        columns.append(pa.array([list(tensor.shape) for tensor in tensors], pa.list_(pa.int32())))
+        shapes = np.array([*chain.from_iterable(t.shape for t in tensors)], np.int32)
+        bounds = np.cumsum([0, *(len(tensor.shape) for tensor in tensors)])
+        columns.append(list_array(bounds, to_arrow(shapes)))
     return pa.RecordBatch.from_arrays(columns, schema=schema)

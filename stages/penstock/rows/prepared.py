@@ -13,7 +13,14 @@ import pyarrow as pa
 from penstock.config.schema.dataset import Kind
 from penstock.core.errors import DamagedFileError
 from penstock.core.files import read_json
-from penstock.rows.reader import Tokens, Weights, flat, loss_weights, map_batches
+from penstock.rows.arrow import (
+    Tokens,
+    Weights,
+    flat,
+    loss_weights,
+    map_batches,
+    with_columns,
+)
 from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
 from penstock.rows.schema import (
     IGNORED,
@@ -21,7 +28,6 @@ from penstock.rows.schema import (
     IMAGES,
     LOSS_WEIGHTS,
     prepared_schema,
-    with_columns,
 )
 
 PLAN = "plan.json"
@@ -243,7 +249,6 @@ class PreparedSamples:
         )
 
     def _locate(self, index: int) -> tuple[int, int]:
-        """Index of the record batch of a sample, and the sample's index in it."""
         number = bisect_right(self._starts, index) - 1
         return number, index - self._starts[number]
 
@@ -269,18 +274,12 @@ def untrained_prefix_lengths(labels: Tokens, offsets: Tokens | Indices) -> Indic
 
 
 def _token_lists(batch: pa.RecordBatch, side: str) -> TokenLists:
-    ids, offsets = flat(_lists(batch, f"{side}input_ids"))
+    ids, offsets = flat(batch.column(f"{side}input_ids"))
+    labels, _ = flat(batch.column(f"{side}labels"))
     weights = loss_weights(batch)
-    labels, _ = flat(_lists(batch, f"{side}labels"))
     return TokenLists(ids, labels, offsets, weights[0] if weights else None)
 
 
 def _token_list(stored: TokenLists, row: int) -> tuple[Tokens, Tokens]:
     start, end = stored.offsets[row], stored.offsets[row + 1]
     return stored.input_ids[start:end], stored.labels[start:end]
-
-
-def _lists(batch: pa.RecordBatch, name: str) -> pa.ListArray:
-    column = batch.column(name)
-    assert isinstance(column, pa.ListArray)
-    return column

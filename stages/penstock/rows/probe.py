@@ -63,7 +63,6 @@ def require_bounded_template(text: str, location: str) -> None:
 
 
 def _fault(content: Mapping[str, Any]) -> str:
-    """Why the content cannot be used; empty if it can."""
     payload = json.dumps(content)
     return cached_value(digest_json([VERSION, "probe", payload]), lambda: _probe(payload))
 

@@ -4,8 +4,8 @@ from bisect import bisect_right
 from collections.abc import Mapping
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
+from itertools import accumulate
 from pathlib import Path
-from typing import TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -14,14 +14,11 @@ import pyarrow as pa
 from penstock.config.schema.dataset import Kind
 from penstock.core.cache.manifest import listed_files
 from penstock.core.errors import ArtifactError
+from penstock.rows.arrow import Tokens, Weights, flat, loss_weights, map_batches
 from penstock.rows.image_files import MEDIA, ImageFiles
 from penstock.rows.pixel_table import StoredTensor
-from penstock.rows.schema import IMAGE_TOKENS, IMAGES, LOSS_WEIGHTS, PACKED, PACKED_SCHEMAS
+from penstock.rows.schema import IMAGE_TOKENS, IMAGES, PACKED, PACKED_SCHEMAS
 from penstock.rows.shared_prefix import PrefixSharing
-
-Tokens = npt.NDArray[np.int32]
-Weights = npt.NDArray[np.float32]
-Number = TypeVar("Number", np.int32, np.float32)
 
 SHARDS = "rows-*.arrow"
 
@@ -64,18 +61,16 @@ class PackedRows:
         if not shards:
             raise ArtifactError(f"{folder} has no packed rows.\n  Run the pack stage first.")
         self.folder = folder
-        self._columns: list[tuple[_ListColumn, _ListColumn, _ListColumn]] = []
-        self._batches: list[pa.RecordBatch] = []
-        starts = [0]
-        for shard in shards:
-            for batch in map_batches(shard):
-                names = ("input_ids", "labels", "lengths")
-                ids, labels, lengths = (_ListColumn.of(batch.column(name)) for name in names)
-                self._columns.append((ids, labels, lengths))
-                self._batches.append(batch)
-                starts.append(starts[-1] + batch.num_rows)
-        self._starts = starts
-        self.kind: Kind = _detect_kind(self._batches[0].schema if self._batches else PACKED)
+        self._batches = [batch for shard in shards for batch in map_batches(shard)]
+        names = ("input_ids", "labels", "lengths")
+        self._columns = [
+            tuple(_ListColumn.of(batch.column(name)) for name in names) for batch in self._batches
+        ]
+        self._starts = [0, *accumulate(batch.num_rows for batch in self._batches)]
+        columns = {*(self._batches[0].schema if self._batches else PACKED).names}
+        # Each kind has the columns of the previous one and more, so the last match is the kind.
+        kinds: list[Kind] = [k for k, its in PACKED_SCHEMAS.items() if columns >= {*its.names}]
+        self.kind: Kind = kinds[-1]
         """Kind of data: SFT, preference or KTO."""
 
     def __len__(self) -> int:
@@ -88,7 +83,11 @@ class PackedRows:
         batch = bisect_right(self._starts, index) - 1
         row = index - self._starts[batch]
         ids, labels, lengths = self._columns[batch]
-        branching = None if self.kind == "sft" else _branching(self._batches[batch], row)
+        branching = None
+        if self.kind != "sft":
+            stored = self._batches[batch]
+            columns = {f.name for f in fields(PrefixSharing)}.intersection(stored.schema.names)
+            branching = PrefixSharing(**{n: tuple(stored.column(n)[row].as_py()) for n in columns})
         images = self._images(self._batches[batch], row)
         weights = loss_weights(self._batches[batch])
         own = None
@@ -110,7 +109,6 @@ class PackedRows:
 
     @cached_property
     def _media(self) -> ImageFiles:
-        """The images of the packed artifact."""
         return ImageFiles.in_folder(self.folder.parent.parent / MEDIA)
 
     def table(self) -> pa.Table:
@@ -202,56 +200,3 @@ class _ListColumn:
         # Not np.add.reduceat, which gives an element instead of 0 for an empty list.
         totals = np.concatenate([np.zeros(1, np.int64), np.cumsum(values)])
         return np.diff(totals[self.offsets - self.offsets[0]])
-
-
-def _detect_kind(schema: pa.Schema) -> Kind:
-    # Each kind has the columns of the previous one and more, so the last match is the kind.
-    held = {*schema.names}
-    kinds: list[Kind] = [
-        kind for kind, schema in PACKED_SCHEMAS.items() if held.issuperset(schema.names)
-    ]
-    return kinds[-1]
-
-
-def _branching(batch: pa.RecordBatch, index: int) -> PrefixSharing:
-    columns = (field.name for field in fields(PrefixSharing) if field.name in batch.schema.names)
-    return PrefixSharing(**{name: tuple(batch.column(name)[index].as_py()) for name in columns})
-
-
-def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:
-    """A list column as (values, offsets into them), both views of Arrow's memory."""
-    return _view(lists.values, np.int32), _view(lists.offsets, np.int32)
-
-
-def loss_weights(batch: pa.RecordBatch) -> tuple[Weights, Tokens] | None:
-    """The loss weights as (values, offsets into them), as views; None if all labels weigh 1."""
-    if LOSS_WEIGHTS.name not in batch.schema.names:
-        return None
-    lists = batch.column(LOSS_WEIGHTS.name)
-    return _view(lists.values, np.float32), _view(lists.offsets, np.int32)
-
-
-def _view(numbers: pa.Array, dtype: type[Number]) -> npt.NDArray[Number]:
-    """View an array without nulls. Arrow's own `to_numpy` imports pandas, which would cost every
-    rank and every data loader process a second."""
-    assert numbers.type == pa.from_numpy_dtype(dtype)
-    assert not numbers.null_count
-    _, buffer = numbers.buffers()
-    if buffer is None:
-        return np.empty(0, dtype)
-    offset = numbers.offset * np.dtype(dtype).itemsize
-    return np.frombuffer(buffer, dtype, count=len(numbers), offset=offset)
-
-
-def map_batches(path: Path) -> list[pa.RecordBatch]:
-    """The record batches of an Arrow IPC file, memory-mapped.
-
-    Raises ArtifactError if the file is truncated or is not an Arrow IPC file.
-    """
-    try:
-        reader = pa.ipc.open_file(pa.memory_map(str(path)))
-        return [reader.get_batch(index) for index in range(reader.num_record_batches)]
-    except (pa.ArrowException, OSError) as error:
-        raise ArtifactError(
-            f"{path} cannot be read as Arrow: {error}\n  Build it again with --force."
-        ) from error

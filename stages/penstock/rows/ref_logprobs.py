@@ -14,7 +14,7 @@ import pyarrow as pa
 from penstock.core.cache.manifest import listed_files
 from penstock.core.errors import ArtifactError
 from penstock.core.files import atomic_write
-from penstock.rows.reader import map_batches
+from penstock.rows.arrow import binary_array, map_batches, to_arrow, to_numpy
 from penstock.rows.schema import DIGEST_BYTES
 from penstock.rows.shared_prefix import PER_SAMPLE
 
@@ -75,8 +75,8 @@ def read_scores(file: Path) -> tuple[list[bytes], Scores]:
         )
     batches = map_batches(file)
     samples = [sample for batch in batches for sample in batch.column("sample").to_pylist()]
-    parts = [_view(batch.column("log_probs")) for batch in batches]
-    return samples, np.concatenate([np.empty((0, PER_SAMPLE)), *parts])
+    parts = [to_numpy(batch.column("log_probs").flatten(), np.float64) for batch in batches]
+    return samples, np.concatenate([np.empty(0), *parts]).reshape(-1, PER_SAMPLE)
 
 
 def write_scores(folder: Path, samples: Sequence[bytes], scores: Scores) -> None:
@@ -110,10 +110,9 @@ def drop_damaged(folder: Path) -> list[Path]:
 
 
 def _serialize(samples: Sequence[bytes], scores: Scores) -> pa.Buffer:
-    """The content of an Arrow IPC file."""
-    flat = pa.array(np.ascontiguousarray(scores, dtype=np.float64).ravel())
+    flat = to_arrow(np.asarray(scores, dtype=np.float64).ravel())
     columns = [
-        pa.array(samples, type=SCHEMA.field("sample").type),
+        binary_array(samples, DIGEST_BYTES),
         pa.FixedSizeListArray.from_arrays(flat, PER_SAMPLE),
     ]
     sink = pa.BufferOutputStream()
@@ -128,14 +127,3 @@ def _samples_digest(samples: Sequence[bytes]) -> str:
 
 def _short_digest(content: bytes | pa.Buffer) -> str:
     return hashlib.sha256(content).hexdigest()[:16]
-
-
-def _view(scores: pa.Array) -> Scores:
-    """View the column as [D, A]. Arrow's own `to_numpy` imports pandas, which is slow."""
-    assert isinstance(scores, pa.FixedSizeListArray)
-    flat = scores.flatten()
-    _, buffer = flat.buffers()
-    if buffer is None:
-        return np.empty((0, PER_SAMPLE))
-    values = np.frombuffer(buffer, np.float64, count=len(flat), offset=8 * flat.offset)
-    return values.reshape(-1, PER_SAMPLE)

@@ -3,7 +3,6 @@
 import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
-import pyarrow.compute as pc
 
 from penstock.config.schema.dataset import Kind
 
@@ -95,27 +94,6 @@ def prepared_schema(
     if not further:
         return plain
     return pa.schema([*(f for f in plain if f not in _ORIGIN), *further, *_ORIGIN])
-
-
-def with_columns(batch: pa.RecordBatch, schema: pa.Schema) -> pa.RecordBatch:
-    """The batch of prepared samples in `schema`: without columns of images these are empty lists,
-    and without loss weights these are 1 for every label."""
-    if batch.schema.names == schema.names:
-        return batch
-    columns = [
-        batch.column(field.name) if field.name in batch.schema.names else _default(batch, field)
-        for field in schema
-    ]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _default(batch: pa.RecordBatch, field: pa.Field) -> pa.Array:
-    if field != LOSS_WEIGHTS:
-        return pa.array([[]] * batch.num_rows, field.type)
-    labels = batch.column("labels")
-    is_trained = pc.call_function("not_equal", [labels.values, pa.scalar(IGNORED, pa.int32())])
-    weights = is_trained.cast(pa.float32())
-    return pa.ListArray.from_arrays(labels.offsets, weights)
 
 
 PACKED = pa.schema(

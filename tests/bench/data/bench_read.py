@@ -20,7 +20,8 @@ from datasets import Dataset
 from datasets.table import InMemoryTable
 from torch.utils.data import DataLoader
 
-from penstock.rows.reader import PackedRows, map_batches
+from penstock.rows.arrow import map_batches
+from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PACKED
 from penstock.train.dataloader import Loader, LoaderConfig
 

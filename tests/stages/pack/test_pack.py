@@ -19,7 +19,7 @@ from penstock.pack import shards, spread
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.pipeline.plan import plan
-from penstock.rows.packing.greedy import greedy
+from penstock.rows.bin_plan import greedy
 from penstock.rows.prepared import PreparedSamples
 from penstock.rows.reader import PackedRows
 from penstock.rows.schema import PREPARED

@@ -99,7 +99,7 @@ def test_a_long_sample_loses_what_its_mode_says(its, ids, is_trained, lost):
     [side] = samples.sides
     assert TOKENIZER.decode(side[0][0]) == ids
     assert trained(TOKENIZER, side[0][1].tolist()) == (is_trained or "123456<|im_end|>")
-    assert (samples.truncated.tokens, samples.truncated.samples) == (lost, int(lost > 0))
+    assert (samples.counts["tokens_cut"], samples.counts["truncated"]) == (lost, int(lost > 0))
 
 
 def test_a_long_sample_is_left_out_where_that_is_said_or_nothing_to_train_is_left():
@@ -142,13 +142,13 @@ def test_the_fewest_oldest_turns_are_dropped_that_make_a_conversation_fit(kind, 
         return
     [ids, *rest] = [side[0][0].tolist() for side in samples.sides]
     assert ids == TOKENIZER.apply_chat_template(without(turns))["input_ids"][:limit]
-    assert samples.truncated.turns == turns
+    assert samples.counts["turns_dropped"] == turns
     lost = whole(TURNS) - len(ids)
     for side in rest:
         shorter = [*without(turns)[:-1], other]
         assert side == TOKENIZER.apply_chat_template(shorter)["input_ids"][:limit]
         lost += whole([*TURNS[:-1], other]) - len(side)
-    assert samples.truncated.tokens == lost
+    assert samples.counts["tokens_cut"] == lost
 
 
 def test_a_conversation_of_which_turns_were_dropped_is_rendered_anew():

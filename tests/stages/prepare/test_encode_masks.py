@@ -246,7 +246,7 @@ def test_conversations_that_begin_with_the_assistant_are_counted_where_the_templ
         [{"messages": messages} for messages in (first, usual, first)]
     )
     assert samples.records == [0, 1, 2]
-    assert samples.assistant_first == 2
+    assert samples.counts["assistant_first"] == 2
     assert trained(tokenizer, samples.sides[0][0][1]) == "a<|im_end|>b<|im_end|>"
 
 

@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from penstock.core.files import read_json
 from penstock.prepare.select.select import select, validation_masks
-from penstock.rows.reader import map_batches
+from penstock.rows.arrow import map_batches
 from tests.cli.command import penstock, small_run, told
 from tests.stages.finished import finished, settings
 

@@ -97,7 +97,7 @@ def labelled(template: str, messages: Any, stops: list[int]) -> tuple[str, int]:
         tokenizer.decode([token]) if label == -100 else f"[{tokenizer.decode([token])}]"
         for token, label in zip(ids.tolist(), labels.tolist(), strict=True)
     ]
-    return "".join(parts).replace("][", ""), found.without_end
+    return "".join(parts).replace("][", ""), found.counts["without_end"]
 
 
 def test_the_marker_of_the_next_role_ends_a_turn_where_the_generation_config_names_it():
@@ -200,7 +200,7 @@ def test_a_text_that_begins_with_bos_gets_no_second_one():
     rows = [found.sides[0][i][0].tolist() for i in range(3)]
     assert rows[0] == rows[1] == tokenizer("hi<|im_end|>")["input_ids"]
     assert rows[2] == tokenizer("a<|end|><|im_end|>")["input_ids"]
-    assert found.repeated_bos == 1
+    assert found.counts["repeated_bos"] == 1
     [note] = first_samples(texts, DatasetSettings(type="text"), tokenizer).warnings
     assert "1 of 3 records begin with the BOS token" in note
     tokenizer.chat_template = "{{ bos_token }}" + CHATML

@@ -64,8 +64,6 @@ class Backend(Protocol):
 
 
 class _Fastokens:
-    """The package `fastokens`."""
-
     def __init__(self, tokenizer_json: str, *, splits_special: bool) -> None:
         self._tokenizer = import_module("fastokens").Tokenizer.from_json_str(tokenizer_json)
         self._splits_special = splits_special

@@ -4,6 +4,7 @@ Batches are processed as a whole; rare cases (samples that are too long) are pro
 and replaced in the batch.
 """
 
+from collections import Counter
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
@@ -15,10 +16,7 @@ from penstock.core.errors import StageError
 from penstock.media.kinds import KINDS
 from penstock.media.reference import Folder, ImageRef
 from penstock.prepare.bad_records import BadRecord
-from penstock.prepare.encode.backends import (
-    FIRST_BATCH_CHECKS,
-    LATER_BATCH_CHECKS,
-)
+from penstock.prepare.encode.backends import FIRST_BATCH_CHECKS, LATER_BATCH_CHECKS
 from penstock.prepare.encode.document import Document
 from penstock.prepare.encode.images import (
     ImagesFound,
@@ -31,15 +29,15 @@ from penstock.prepare.encode.loss_mask import get_loss_masker
 from penstock.prepare.encode.ragged import Ids, LabeledTokens, TokenSequences
 from penstock.prepare.encode.render_chat import Renderer
 from penstock.prepare.encode.special_tokens import SpecialTokens
-from penstock.prepare.encode.truncate import TruncationCounts, Truncator, align_prompts
+from penstock.prepare.encode.truncate import Truncator, align_prompts
 from penstock.prepare.formats.conversation import (
     Conversation,
     Parsed,
     PreferencePair,
-    RatedCompletion,
     Text,
     TokenizedSample,
     conversations,
+    map_conversations,
 )
 from penstock.prepare.formats.registry import parse_record, parse_weight
 from penstock.prepare.readers.records import Value
@@ -76,20 +74,13 @@ class EncodedBatch:
     """Chosen score minus rejected score of each pair; empty without scores."""
     faults: dict[int, BadRecord]
     """Reasons of records without a sample, by index in the batch."""
-    truncated: TruncationCounts
-    blank_answers: int = 0
-    """Conversations with an empty trained answer."""
-    assistant_first: int = 0
-    """Conversations that start with an assistant message."""
-    unread_keys: Unread = field(default_factory=Unread)
+    counts: Counter[str]
+    """Counts of records, by the names of `bad_records.Tally`."""
+    unread_keys: Unread
     """Keys of messages that the chat template does not read."""
-    without_end: int = 0
-    """Conversations with a trained turn that no token ends."""
-    repeated_bos: int = 0
-    """Texts that begin with the BOS token that the tokenizer adds."""
-    images: list[tuple[bytes, ...]] = field(default_factory=list[tuple[bytes, ...]])
+    images: list[tuple[bytes, ...]]
     """Digests of the images of each sample; empty for slices without images."""
-    image_tokens: list[tuple[int, ...]] = field(default_factory=list[tuple[int, ...]])
+    image_tokens: list[tuple[int, ...]]
     """Number of image tokens of each image of each sample."""
 
 
@@ -104,19 +95,15 @@ class _ParsedBatch:
     weights: list[float] = field(default_factory=list[float])
     """Loss weight of each record."""
     desirable: list[bool] = field(default_factory=list[bool])
-    score_gaps: list[float] = field(default_factory=list[float])
+    score_gaps: list[float | None] = field(default_factory=list[float | None])
     faults: dict[int, BadRecord] = field(default_factory=dict[int, BadRecord])
-    blank_answers: int = 0
-    assistant_first: int = 0
+    counts: Counter[str] = field(default_factory=Counter[str])
     unread_keys: Unread = field(default_factory=Unread)
-    without_end: int = 0
-    repeated_bos: int = 0
 
 
 def _check_templates(
     tokenizer: PreTrainedTokenizerBase, chosen: ChatTemplate | None
 ) -> TemplateVariables:
-    """The variables of the tokenizer's chat templates. Raises ConfigError if one is no Jinja."""
     texts: Any = tokenizer.chat_template or {}
     template_name = (chosen and chosen.where) or locate_template(tokenizer)
     read = TemplateVariables(
@@ -212,7 +199,7 @@ class Encoder:
         messages."""
         for value in values:
             try:
-                parsed = self._parse_value(value)
+                parsed = parse_record(self._its, value, self._columns)
             except BadRecord:
                 continue
             for conversation in conversations(parsed):
@@ -231,13 +218,9 @@ class Encoder:
             sides, faults = [TokenSequences.from_list(parsed.tokenized)], {}
         else:
             sides, faults = self._encode_sides(parsed.sides)
-        desirable = dict(zip(parsed.records, parsed.desirable, strict=False))
-        gaps = dict(zip(parsed.records, parsed.score_gaps, strict=False))
-        cuts = TruncationCounts()
-        faults |= self._truncate(sides, parsed, faults, cuts)
+        faults |= self._truncate(sides, parsed, faults)
         usable = [index for index in range(len(parsed.records)) if index not in faults]
         parsed.faults |= {parsed.records[index]: fault for index, fault in faults.items()}
-        records = [parsed.records[index] for index in usable]
         selected = [side.select(usable) for side in sides]
         if self._its.train_on_prompt and self._its.kind == "sft":
             selected = [_train_on_prompts(side) for side in selected]
@@ -253,16 +236,16 @@ class Encoder:
                 assert not faults
         return EncodedBatch(
             selected,
-            records,
-            [desirable[record] for record in records if record in desirable],
-            [gaps[record] for record in records if record in gaps],
+            [parsed.records[index] for index in usable],
+            [parsed.desirable[index] for index in usable if parsed.desirable],
+            [
+                gap
+                for i in usable
+                if parsed.score_gaps and (gap := parsed.score_gaps[i]) is not None
+            ],
             parsed.faults,
-            cuts,
-            parsed.blank_answers,
-            parsed.assistant_first,
+            parsed.counts,
             parsed.unread_keys,
-            parsed.without_end,
-            parsed.repeated_bos,
             [document.images for document in documents],
             [document.image_tokens for document in documents],
         )
@@ -277,9 +260,6 @@ class Encoder:
             else:
                 parsed.records.append(index)
         return parsed
-
-    def _parse_value(self, value: Value) -> Parsed:
-        return parse_record(self._its, value, self._columns)
 
     def _resolve_images(
         self, parsed: Parsed, parts: Sequence[Conversation], folder: Folder | None
@@ -299,21 +279,17 @@ class Encoder:
                 names = KINDS[kind]
                 why = f"it has {count} {names.plural} and no {names.placeholder} in its text"
                 raise BadRecord("bad_value", why)
-        if isinstance(parsed, PreferencePair):
-            chosen, rejected = (self._images.resolve_prompt(part, folder) for part in parts)
-            if chosen.media != rejected.media:
-                why = "the prompts of its two answers have other media"
-                raise BadRecord("bad_value", why)
-            return replace(parsed, chosen=chosen, rejected=rejected)
-        if isinstance(parsed, RatedCompletion):
-            rated = self._images.resolve_prompt(parsed.conversation, folder)
-            return replace(parsed, conversation=rated)
-        return self._images.resolve(parsed, folder) if isinstance(parsed, Conversation) else parsed
+        is_plain = isinstance(parsed, Conversation)
+        resolve = self._images.resolve if is_plain else self._images.resolve_prompt
+        parsed = map_conversations(parsed, lambda part: resolve(part, folder))
+        if isinstance(parsed, PreferencePair) and parsed.chosen.media != parsed.rejected.media:
+            raise BadRecord("bad_value", "the prompts of its two answers have other media")
+        return parsed
 
     def _parse_record(
         self, index: int, value: Value, parsed: _ParsedBatch, folder: Folder | None
     ) -> None:
-        turn = self._parse_value(value)
+        turn = parse_record(self._its, value, self._columns)
         parts = conversations(turn)
         if self._images or any(part.media or part.unplaced for part in parts):
             turn = self._resolve_images(turn, parts, folder)
@@ -326,31 +302,24 @@ class Encoder:
         weight = parse_weight(self._its, value)
         if isinstance(turn, Text):
             parsed.sides[0].append(Document(turn.text))
-            parsed.repeated_bos += self._special_tokens.repeats_bos(turn.text)
+            parsed.counts["repeated_bos"] += self._special_tokens.repeats_bos(turn.text)
         elif isinstance(turn, TokenizedSample):
             parsed.tokenized.append(self._check_vocabulary(turn))
-        elif isinstance(turn, PreferencePair):
-            completions = [
-                self._renderer.render_completion(side) for side in (turn.chosen, turn.rejected)
-            ]
-            for side, document in zip(parsed.sides, completions, strict=True):
-                side.append(document)
-            parsed.without_end += any(document.lacks_end for document in completions)
-            parsed.assistant_first += turn.chosen.begins_with_assistant
-            if turn.score_gap is not None:
-                parsed.score_gaps.append(turn.score_gap)
-        elif isinstance(turn, RatedCompletion):
-            document = self._renderer.render_completion(turn.conversation)
-            parsed.sides[0].append(document)
-            parsed.without_end += document.lacks_end
-            parsed.desirable.append(turn.desirable)
-            parsed.assistant_first += turn.conversation.begins_with_assistant
         else:
-            document = self._renderer.render(turn)
-            parsed.sides[0].append(document)
-            parsed.without_end += document.lacks_end
-            parsed.blank_answers += turn.has_blank_answer
-            parsed.assistant_first += turn.begins_with_assistant
+            is_plain = isinstance(turn, Conversation)
+            render = self._renderer.render if is_plain else self._renderer.render_completion
+            parts = conversations(turn)
+            documents = [render(part) for part in parts]
+            for side, document in zip(parsed.sides, documents, strict=True):
+                side.append(document)
+            parsed.counts["without_end"] += any(document.lacks_end for document in documents)
+            parsed.counts["assistant_first"] += parts[0].begins_with_assistant
+            if isinstance(turn, Conversation):
+                parsed.counts["blank_answers"] += turn.has_blank_answer
+            elif isinstance(turn, PreferencePair):
+                parsed.score_gaps.append(turn.score_gap)
+            else:
+                parsed.desirable.append(turn.desirable)
         parsed.weights.append(weight)
 
     def _check_vocabulary(self, sample: TokenizedSample) -> LabeledTokens:
@@ -399,7 +368,6 @@ class Encoder:
         sides: list[TokenSequences],
         parsed: _ParsedBatch,
         known_faults: Mapping[int, BadRecord],
-        cuts: TruncationCounts,
     ) -> dict[int, BadRecord]:
         """Truncate samples in `sides` that are too long; returns the reasons of dropped samples."""
         faults: dict[int, BadRecord] = {}
@@ -413,16 +381,23 @@ class Encoder:
                 continue
             completions = [side[sample] for side in sides]
             documents = [documents[sample] for documents in of_side]
+            if not longest[sample]:
+                faults[sample] = BadRecord("empty", "it has no tokens")
+                continue
+            if not trained[sample]:
+                why = f"none of its {longest[sample]} tokens is trained"
+                faults[sample] = BadRecord("no_trained_tokens", why)
+                continue
             try:
-                _require_trained(longest[sample], trained[sample])
                 aligned = align_prompts(completions, documents)
                 if aligned is not completions:
                     replaced[sample] = completions = aligned
                 if limit is not None and longest[sample] > limit:
-                    replaced[sample], turns = self._truncator(completions, documents, cuts)
+                    replaced[sample], turns = self._truncator(completions, documents, parsed.counts)
                     if turns and self._images:
                         for texts, document in zip(of_side, documents, strict=True):
-                            texts[sample] = _without_turns(document, turns)
+                            assert document.drop_turns
+                            texts[sample] = document.drop_turns(turns)
             except BadRecord as fault:
                 faults[sample] = fault
         for index, side in enumerate(sides):
@@ -432,22 +407,10 @@ class Encoder:
         return faults
 
 
-def _require_trained(longest: int, trained: int) -> None:
-    if not longest:
-        raise BadRecord("empty", "it has no tokens")
-    if not trained:
-        raise BadRecord("no_trained_tokens", f"none of its {longest} tokens is trained")
-
-
-def _without_turns(document: Document, turns: int) -> Document:
-    assert document.drop_turns
-    return document.drop_turns(turns)
-
-
 def _samples_to_check(
     sides: list[TokenSequences], longest: Any, trained: Any, limit: int | None
 ) -> list[int]:
-    """Samples to check one by one: all pairs, and samples that are too long or not trained."""
+    # Pairs are all checked: their prompts must be aligned.
     if len(sides) > 1:
         return list(range(len(longest)))
     is_odd = trained == 0

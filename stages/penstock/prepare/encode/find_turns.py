@@ -240,7 +240,6 @@ class TurnFinder:
         answers: Sequence[int],
         blocks: Sequence[Block],
     ) -> Iterator[tuple[int, Sequence[Block]]]:
-        """The blocks of each answer."""
         num_messages = len(conversation.messages)
         every = [i for i, m in enumerate(conversation.messages) if m["role"] == "assistant"]
         if len(blocks) == len(every):

@@ -79,6 +79,5 @@ def _without_blanks(content: str, start: int, stop: int) -> Range:
 
 
 def _common(first: str, second: str) -> int:
-    """Length of the common beginning of two texts."""
     pairs = enumerate(zip(first, second, strict=False))
     return next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))

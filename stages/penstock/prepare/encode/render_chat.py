@@ -347,9 +347,9 @@ def _drop_nulls(message: Message) -> Message:
 
 
 def _require_tool_support(template: str, conversation: Conversation) -> None:
-    """Raise BadRecord if the template would silently ignore tools."""
     are_called = any("tool_calls" in message for message in conversation.messages)
     for name, is_there in (("tools", conversation.tools), ("tool_calls", are_called)):
+        # Such a template would silently leave them out.
         if is_there and name not in template:
             raise BadRecord("template", f"the chat template has no place for {name}")
 

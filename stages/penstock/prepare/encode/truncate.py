@@ -4,6 +4,7 @@ Turns are dropped by rendering the conversation again without them, so that the 
 a conversation of its own. As few turns as possible are dropped.
 """
 
+from collections import Counter
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,15 +101,6 @@ def _prompt_length(side: LabeledTokens) -> int:
     return int(is_trained.argmax()) if is_trained.any() else len(is_trained)
 
 
-@dataclass(slots=True)
-class TruncationCounts:
-    """Counts of truncated samples, and of tokens and turns cut from them."""
-
-    samples: int = 0
-    tokens: int = 0
-    turns: int = 0
-
-
 class Truncator:
     """Truncates samples; `encode` encodes shortened documents."""
 
@@ -121,7 +113,7 @@ class Truncator:
         self._media_token_ids = media_token_ids
 
     def __call__(
-        self, sides: Sequence[LabeledTokens], documents: Sequence[Document], cuts: TruncationCounts
+        self, sides: Sequence[LabeledTokens], documents: Sequence[Document], counts: Counter[str]
     ) -> tuple[list[LabeledTokens], int]:
         """Truncate the sides of one sample to `max_seq_len`; returns them, and the number of oldest
         turns that were dropped. Raises BadRecord for a dropped sample.
@@ -137,9 +129,9 @@ class Truncator:
             limit = self._its.max_seq_len
             why = f"nothing to train in what is left of {max(lengths)} tokens (max_seq_len {limit})"
             raise BadRecord("no_trained_tokens", why)
-        cuts.samples += 1
-        cuts.tokens += sum(lengths) - sum(len(side.ids) for side in truncated)
-        cuts.turns += turns
+        counts["truncated"] += 1
+        counts["tokens_cut"] += sum(lengths) - sum(len(side.ids) for side in truncated)
+        counts["turns_dropped"] += turns
         return truncated, turns
 
     def _drop_turns(
@@ -170,8 +162,8 @@ class Truncator:
         return align_prompts([flat[index] for index in range(len(flat))], shorter)
 
     def _fits(self, sides: Sequence[LabeledTokens]) -> bool:
-        limit = self._its.max_seq_len
-        return limit is None or max(len(side.ids) for side in sides) <= limit
+        assert self._its.max_seq_len is not None
+        return max(len(side.ids) for side in sides) <= self._its.max_seq_len
 
     def _cut_tokens(self, sides: list[LabeledTokens]) -> list[LabeledTokens]:
         """Cut tokens according to `truncated_lengths`. All sides start with the same prompt."""

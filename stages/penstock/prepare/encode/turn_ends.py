@@ -58,7 +58,6 @@ class TurnEnds:
         return tail[: self._first_added(tail)[1]]
 
     def _first_added(self, tail: str) -> tuple[int, int]:
-        """[start, stop) of the first added token; (0, 0) if there is none."""
         if tail not in self._first_of_tails:
             first = self._added.search(tail)
             self._first_of_tails[tail] = first.span() if first else (0, 0)

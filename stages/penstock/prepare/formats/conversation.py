@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any, ClassVar
 
 import numpy as np
@@ -135,6 +135,17 @@ def conversations(parsed: Parsed) -> list[Conversation]:
     if isinstance(parsed, PreferencePair):
         return [parsed.chosen, parsed.rejected]
     return [parsed.conversation] if isinstance(parsed, RatedCompletion) else []
+
+
+def map_conversations(parsed: Parsed, change: Callable[[Conversation], Conversation]) -> Parsed:
+    """The record with its conversations changed."""
+    if isinstance(parsed, Conversation):
+        return change(parsed)
+    if isinstance(parsed, PreferencePair):
+        return replace(parsed, chosen=change(parsed.chosen), rejected=change(parsed.rejected))
+    if isinstance(parsed, RatedCompletion):
+        return replace(parsed, conversation=change(parsed.conversation))
+    return parsed
 
 
 Record = Mapping[str, Any]

@@ -128,7 +128,6 @@ def _require_no_empty(name: str, texts: Sequence[str]) -> None:
 
 
 def _alternate(questions: Sequence[str], answers: Sequence[str]) -> list[Turn]:
-    """Alternate questions and answers, starting with a question."""
     turns: list[Turn] = []
     for index, question in enumerate(questions):
         turns.append(text_turn("user", question))
@@ -161,7 +160,6 @@ def _parse_response(responses: Sequence[Any], index: int) -> Messages:
 
 
 def _preferred_index(ranks: Any) -> int:
-    """Index of the response with the higher rank."""
     are_two = isinstance(ranks, list) and len(ranks) == SIDES
     if not are_two or not all(isinstance(rank, int | float) for rank in ranks):
         raise BadRecord(

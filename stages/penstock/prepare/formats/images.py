@@ -142,7 +142,6 @@ def _parse(location: str, kind: MediaKind, value: Any) -> ImageRef:
 
 
 def _parse_frames(location: str, value: list[Any]) -> ImageRef:
-    """A video that is a list of images."""
     if not value:
         raise BadRecord("empty", f"{location} has no frames")
     frames = [_parse(f"{location}[{index}]", IMAGE, frame) for index, frame in enumerate(value)]
@@ -150,7 +149,6 @@ def _parse_frames(location: str, value: list[Any]) -> ImageRef:
 
 
 def _parse_sampled(location: str, value: Mapping[str, Any]) -> ImageRef:
-    """A video with members about its frames."""
     if unread := [name for name in SAMPLED if value.get(name) is not None]:
         raise BadRecord(
             "bad_value",

@@ -56,7 +56,6 @@ def _require_label(name: str, value: Any) -> bool:
 def _split_prompt(
     settings: DatasetSettings, record: Mapping[str, Any]
 ) -> tuple[Messages, Messages]:
-    """Prompt and answer."""
     name = settings.field_completion
     written_prompt = read_prompt(settings, record) or read_conversation(settings, record)
     if written_prompt and written_prompt.ends_with_assistant and record.get(name) is None:

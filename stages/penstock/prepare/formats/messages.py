@@ -132,7 +132,6 @@ _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
 
 
 def _list_entries(location: str, value: Any) -> list[tuple[int, Any]]:
-    """Enumerate a list of messages, which may be JSON text."""
     is_blank = isinstance(value, str) and not value.strip()
     if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
         raise BadRecord(
@@ -213,7 +212,6 @@ def text_turn(role: str, text: str) -> Turn:
 
 
 def _normalize_role(name: str) -> str:
-    """Normalize the spelling of a role."""
     return name.strip().lower().replace("-", "_")
 
 

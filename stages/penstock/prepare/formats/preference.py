@@ -118,7 +118,6 @@ def _parse_side(settings: DatasetSettings, name: str, record: Mapping[str, Any])
 def _split_prompt(
     written_prompt: Messages | None, chosen: Messages, rejected: Messages
 ) -> tuple[Messages, Messages, Messages]:
-    """(prompt, chosen completion, rejected completion)."""
     prompt = written_prompt.require_prompt() if written_prompt else Messages("", ())
     if not chosen.is_conversation and not rejected.is_conversation:
         return prompt, chosen, rejected

@@ -56,7 +56,6 @@ def text_info(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
 
 
 def _images_before(record: Mapping[str, Any], count: int) -> list[list[Message]]:
-    """The images before each text, in order."""
     image_parts: list[list[Message]] = [[] for _ in range(count)]
     for number, entry in enumerate(_objects(IMAGES, record.get(IMAGES) or [])):
         index = entry.get(INDEX, 0)

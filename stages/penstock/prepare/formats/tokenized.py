@@ -63,7 +63,6 @@ WITHOUT_COLUMN = "data.select_columns: [input_ids, labels] leaves the column out
 
 
 def _attended(record: Record, count: int) -> tuple[int, int]:
-    """[start, stop) of the tokens that are not padding."""
     name = "attention_mask"
     if record.get(name) is None:
         return 0, count
@@ -146,7 +145,6 @@ def _parse_ids(record: Mapping[str, Any], name: str) -> Tokens:
 
 
 def _check_array(name: str, value: npt.NDArray[np.integer]) -> Tokens:
-    """Check an array of token ids, as the Megatron reader returns."""
     if len(value) and not (_INT32.min <= value.min() and value.max() <= _INT32.max):
         raise BadRecord("bad_value", f"{name} holds a number of over 32 bits")
     return value.astype(np.int32)

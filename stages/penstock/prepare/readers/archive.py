@@ -175,7 +175,6 @@ def _why_unusable(members: Sequence[Member]) -> str | None:
 
 
 def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]) -> dict[str, Any]:
-    """The record with the content of files in place of their names, or as a column of its own."""
     by_name = files | {basename(name): content for name, content in files.items()}
     placed = 0
 

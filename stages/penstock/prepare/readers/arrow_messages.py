@@ -176,28 +176,22 @@ class _Table:
 
     @classmethod
     def root(cls, content: bytes) -> "_Table":
-        """The table of a whole buffer."""
         return cls(content, int.from_bytes(content[:4], "little"))
 
     def has(self, field: int) -> bool:
-        """Whether the field is there."""
         return bool(self._offset(field))
 
     def byte(self, field: int) -> int:
-        """An unsigned byte."""
         return self._scalar("<B", field)
 
     def long(self, field: int) -> int:
-        """A signed number of 64 bits."""
         return self._scalar("<q", field)
 
     def table(self, field: int) -> "_Table | None":
-        """A table."""
         position = self._pointer(field)
         return None if position is None else _Table(self._content, position)
 
     def structs(self, field: int, layout: struct.Struct) -> list[Any]:
-        """A vector of structs."""
         position = self._pointer(field)
         if position is None:
             return []

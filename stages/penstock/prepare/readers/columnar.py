@@ -130,7 +130,6 @@ def _to_records(batch: pa.RecordBatch) -> list[Value]:
 
 
 def _has_structs(kind: pa.DataType) -> bool:
-    """Whether a column contains structs. Other columns, such as token ids, are not traversed."""
     inner = (kind.field(number).type for number in range(kind.num_fields))
     return pa.types.is_struct(kind) or any(_has_structs(inner_type) for inner_type in inner)
 

@@ -138,8 +138,6 @@ class _StreamsRawIO(io.RawIOBase):
 
 
 class _CountedRawIO(io.RawIOBase):
-    """A decompressed stream, also of Arrow, whose bytes are counted."""
-
     def __init__(self, stream: Any, expansion: Expansion) -> None:
         self._stream = stream
         self._expansion = expansion

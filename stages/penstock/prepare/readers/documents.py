@@ -207,7 +207,6 @@ class _JsonReader:
                 return ""
 
     def skip(self) -> None:
-        """Skip one character."""
         self.line += self._text[self._at] == "\n"
         self._at += 1
 

@@ -55,7 +55,6 @@ def _require_utf8(name: str, head: bytes) -> None:
 
 
 def _require_records(name: str, kind: Kind, head: bytes) -> None:
-    """Raise StageError for text that is not of the expected kind."""
     if head.startswith(b"version https://git-lfs"):
         raise StageError(f"{name} is a Git LFS pointer.\n  Fetch the file with git lfs pull.")
     if head[:9].decode(errors="replace").lower().startswith(HTML_PREFIXES):

@@ -131,7 +131,6 @@ def split_source(
 
 
 def _attach_megatron_data(files: Sequence[SourceFile]) -> list[SourceFile]:
-    """Attach each Megatron data file (.bin) to its index (.idx)."""
     source_files: list[SourceFile] = []
     for file in files:
         if source_files and source_files[-1].name.endswith(INDEX) and file.name.endswith(DATA):

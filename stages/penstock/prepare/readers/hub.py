@@ -159,8 +159,6 @@ def _load(
 
 
 class _Fetching:
-    """Context manager that turns errors of the hub libraries into StageError or CapabilityError."""
-
     def __init__(self, pin: Pin) -> None:
         self._what = f"{pin['repo']} at {pin['commit'][:12]}"
 

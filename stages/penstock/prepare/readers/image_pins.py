@@ -160,7 +160,6 @@ def _digests_of_local(names: Sequence[str], root: Folder) -> list[str | None]:
 
 
 def _versions_of_remote(names: Sequence[str], root: Folder) -> list[Any]:
-    """What the store tells of the files below a URL."""
     remote_root = RemotePath.from_url(str(root))
     infos = remote_root.files(tries=PLANNING_TRIES) if names else {}
     versions: list[Any] = []
@@ -178,7 +177,6 @@ def _versions_of_remote(names: Sequence[str], root: Folder) -> list[Any]:
 def _named_paths(
     piece: FileSplit, settings: DatasetSettings, columns: tuple[str, ...] | None
 ) -> list[str]:
-    """The distinct paths of images in a piece, in order."""
     content = digest_json(
         [FORMAT, "image paths", piece.as_json(), settings.type, settings.parsed_by, columns]
     )

@@ -143,7 +143,6 @@ def utf8_error(error: UnicodeDecodeError) -> str:
 
 
 def _explain_json_error(line: bytes, error: json.JSONDecodeError) -> str:
-    """Error message for a line that is not JSON; common mistakes are named."""
     text = line.decode(errors="replace").rstrip()
     remainder = text[error.pos :].lstrip() if error.msg == "Extra data" else None
     location = f"at column {error.colno}"

@@ -138,7 +138,6 @@ def _read_index_file(path: Path, stamp: tuple[int, int]) -> MegatronIndex:
 
 
 def _map_file(path: Path) -> Bytes:
-    """Memory-map a file."""
     empty = not path.stat().st_size
     return np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="r")
 
@@ -223,11 +222,9 @@ class _BinaryReader:
 
     @property
     def left(self) -> int:
-        """Number of unread bytes."""
         return len(self._raw) - self._at
 
     def number(self, form: str) -> int:
-        """Read an integer in `struct` format `form`."""
         size = struct.calcsize(f"<{form}")
         self._require(size)
         raw = self._raw[self._at : self._at + size].tobytes()
@@ -236,20 +233,17 @@ class _BinaryReader:
         return value
 
     def array(self, dtype: str, count: int) -> Numbers:
-        """Read `count` numbers."""
         self._require(count * np.dtype(dtype).itemsize)
         array = np.frombuffer(self._raw, dtype, count, self._at)
         self._at += array.nbytes
         return array.astype(np.int64)
 
     def version(self) -> None:
-        """Read the version; raise ValueError if it is not supported."""
         version = self.number("Q")
         if version != VERSION:
             raise ValueError(f"it has version {version}; only version {VERSION} is supported")
 
     def end(self) -> None:
-        """Raise ValueError if there are unread bytes."""
         if self.left:
             raise ValueError(f"{self.left} bytes follow its last entry")
 

@@ -265,7 +265,6 @@ def _is_count(number: Any) -> bool:
 
 
 def _content(stream: BinaryIO, page: Page, codec: str) -> bytes:
-    """The data of a page, decompressed."""
     stream.seek(page.start)
     content = stream.read(page.num_bytes)
     if not codec:
@@ -296,7 +295,6 @@ class _RowStarts:
     """Values of the longest row that ends in the page."""
 
     def add(self, first: int, last: int, longest: int = 1) -> None:
-        """Add later ones."""
         self.longest = max(self.longest, first - self.last, longest)
         self.last = last
 

@@ -9,10 +9,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import pyarrow as pa
 
 from penstock.media.reference import Folder
 from penstock.prepare.bad_records import BadRecord, json_type_name
+from penstock.rows.arrow import to_arrow
 
 BATCH = 1000
 """Maximum records per batch."""
@@ -71,7 +73,7 @@ class Chunk:
         """Every `step`th record from `start` on, `stop` excluded."""
         selection = slice(start, stop, step)
         if isinstance(self.items, pa.RecordBatch):
-            rows = pa.array(range(self.items.num_rows)[selection], pa.int64())
+            rows = to_arrow(np.arange(self.items.num_rows)[selection])
             items = self.items.slice(start, len(rows)) if step == 1 else self.items.take(rows)
         else:
             items = self.items[selection]

@@ -104,7 +104,6 @@ class ContaminationIndex:
 
 
 def _mask_common(samples: TokenLists, length: int, common: Hashes) -> npt.NDArray[np.bool_]:
-    """Mask of tokens in a common n-gram."""
     runs = ngram_hashes(samples, length)
     starts = runs.starts[np.isin(runs.hashes, common)]
     steps = np.zeros(len(samples.values) + 1, dtype=np.int64)

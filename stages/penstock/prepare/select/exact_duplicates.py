@@ -7,7 +7,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.prepare.select.ngrams import Hashes
-from penstock.rows.reader import flat
+from penstock.rows.arrow import flat
 from penstock.rows.sample_order import Indices
 from penstock.rows.schema import IMAGES
 

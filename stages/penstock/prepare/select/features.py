@@ -30,8 +30,8 @@ from penstock.prepare.select.exact_duplicates import token_digests
 from penstock.prepare.select.groups import column_hashes
 from penstock.prepare.select.near_duplicates import SHINGLE, lsh_bands, rows_per_band
 from penstock.prepare.slices import TokenizedSlice
+from penstock.rows.arrow import flat
 from penstock.rows.prepared import trained_tokens
-from penstock.rows.reader import flat
 
 Array = npt.NDArray[Any]
 
@@ -146,7 +146,7 @@ def _of_batches(
 
 
 def _publish(values: Array, target: Path) -> None:
-    """Write the feature atomically; several processes may write it at the same time."""
+    # Several processes may write the same feature at the same time.
     part = target.with_name(f"{target.name}.{uuid4().hex}{PART}")
     try:
         with part.open("wb") as sink:

@@ -14,7 +14,7 @@ from penstock.prepare.select.features import Array
 from penstock.prepare.select.near_duplicates import compute_shingles
 from penstock.prepare.select.ngrams import Hashes, iter_samples
 from penstock.prepare.slices import TokenizedSlice
-from penstock.rows.reader import map_batches
+from penstock.rows.arrow import map_batches
 from penstock.rows.sample_order import Indices
 
 Mask = npt.NDArray[np.bool_]

@@ -10,7 +10,7 @@ from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.read_slice import read_records
 from penstock.prepare.select.ngrams import Hashes, hash_text
 from penstock.prepare.slices import Slice
-from penstock.rows.reader import map_batches
+from penstock.rows.arrow import map_batches, to_numpy
 
 
 def column_hashes(item: Slice, path: Path, column: str, token: bool | None = None) -> Hashes:
@@ -19,7 +19,7 @@ def column_hashes(item: Slice, path: Path, column: str, token: bool | None = Non
     Raises StageError for a record without a value.
     """
     rows = np.concatenate(
-        [np.empty(0, np.int64), *(batch.column("row").to_numpy() for batch in map_batches(path))]
+        [np.empty(0, np.int64), *(to_numpy(b.column("row"), np.int64) for b in map_batches(path))]
     )
     wanted_rows, hashes, first = set(rows.tolist()), dict[int, int](), 0
     for batch in read_records(item, token):

@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.rows.reader import Tokens, flat
+from penstock.rows.arrow import Tokens, flat, to_arrow
 from penstock.rows.sample_order import Indices
 
 Hashes = npt.NDArray[np.uint64]
@@ -120,6 +120,6 @@ def _interleave(columns: list[pa.ListArray]) -> tuple[Tokens, Tokens]:
     else:
         count = len(columns[0])
         order = np.arange(len(columns) * count).reshape(len(columns), count).T.ravel()
-        lists = pa.concat_arrays(columns).take(pa.array(order))
+        lists = pa.concat_arrays(columns).take(to_arrow(order))
     values, offsets = flat(lists)
     return values[offsets[0] : offsets[-1]], offsets - offsets[0]

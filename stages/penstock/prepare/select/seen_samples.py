@@ -14,8 +14,8 @@ import numpy as np
 from penstock.core.files import read_json
 from penstock.prepare.select.exact_duplicates import token_digests
 from penstock.prepare.select.ngrams import Hashes
+from penstock.rows.arrow import map_batches
 from penstock.rows.prepared import PLAN
-from penstock.rows.reader import map_batches
 
 SAMPLES = "samples.npy"
 

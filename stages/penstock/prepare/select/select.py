@@ -88,7 +88,6 @@ def select(
 def _count_validation_in_train(
     finished: Sequence[TokenizedSlice], parts: Sequence[SplitMasks], features: Features
 ) -> int:
-    """Number of validation samples whose tokens are also those of a training sample."""
     if not any(
         count_kept(part.validation, tally.rows)
         for (_, _, tally), part in zip(finished, parts, strict=True)
@@ -218,7 +217,6 @@ def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
 def _split_validation(
     state: FilterState, settings: PrepareSettings, features: Features
 ) -> dict[int, Mask]:
-    """Mask of validation samples of every training slice."""
     slice_indices = state.slice_indices("train")
     num_samples = sum(int(state.keep_masks[slice_index].sum()) for slice_index in slice_indices)
     if not num_samples:

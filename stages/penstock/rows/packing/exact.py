@@ -1,4 +1,4 @@
-"""Exact bin packing: rows without a free token, on the histogram of lengths.
+"""Exact bin packing: rows without a free token, on the histogram of lengths; best of several plans.
 
 The longest remaining sample opens a row, and one, two or three lengths fill it exactly; the pattern
 is repeated until one of its lengths is used up. The remaining lengths are a bit set in one large
@@ -6,10 +6,10 @@ integer, so one shift and one AND find all pairs with a given sum.
 """
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from penstock.rows.bin_plan import Indices
-from penstock.rows.packing.best_fit import Patterns
+from penstock.rows.packing.best_fit import Patterns, best_fit
 
 TRIES = 16
 """How many of the longest lengths are tried as the first of three."""
@@ -29,6 +29,27 @@ def evenest(lengths: int, total: int) -> int:
     half = (total + 1) // 2
     upper = lengths >> half
     return half + (upper & -upper).bit_length() - 1
+
+
+EXACT_CHOICES = (longest, evenest)
+
+
+def search_best(
+    counts: Indices, capacity: int, enough: int, choices: Sequence[Choose] = EXACT_CHOICES
+) -> Patterns:
+    """The plan with the fewest rows for `counts[length]` samples of each length: of best fit
+    decreasing, and of `exact_fit` with each of `choices`. The search stops at `enough` rows."""
+    best = best_fit(counts, (), capacity)
+    for choose in choices:
+        if best.num_rows <= enough:
+            break
+        patterns = exact_fit(counts, capacity, choose)
+        # If large samples determine the number of rows, exact filling does not help: if the first
+        # exact plan is no better, the second one is skipped.
+        if patterns.num_rows >= best.num_rows:
+            break
+        best = patterns
+    return best
 
 
 def exact_fit(counts: Indices, capacity: int, choose: Choose) -> Patterns:
@@ -53,7 +74,6 @@ def exact_fit(counts: Indices, capacity: int, choose: Choose) -> Patterns:
 
 
 def _fill(stock: "_Stock", capacity: int) -> list[int]:
-    """The lengths of one row, taken from the stock."""
     pattern: list[int] = []
     room = capacity
     while room and (top := stock.fitting(room)):
@@ -86,18 +106,15 @@ class _Stock:
                 self._mirrored |= 1 << (capacity - length)
 
     def take(self, length: int, count: int) -> None:
-        """Use `count` samples of a length."""
         self.counts[length] -= count
 
     def forget(self, lengths: Counter[int]) -> None:
-        """Clear the bits of those lengths that are used up."""
         for length in lengths:
             if not self.counts[length]:
                 self.lengths ^= 1 << length
                 self._mirrored ^= 1 << (self._capacity - length)
 
     def fitting(self, room: int) -> int:
-        """The longest length that fits; 0 if none does."""
         # Bits 0 to `room`.
         lengths = self.lengths & ((2 << room) - 1)
         while lengths:
@@ -108,7 +125,6 @@ class _Stock:
         return 0
 
     def pair(self, room: int) -> tuple[int, int] | None:
-        """Two lengths that sum to `room`."""
         candidates = self.lengths & (self._mirrored >> (self._capacity - room))
         while candidates:
             first = self._choose(candidates, room)

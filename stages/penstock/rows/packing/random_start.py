@@ -4,13 +4,14 @@ Next fit of randomly ordered samples leaves a gap at the end of each row. A rand
 samples is held back and fills the gaps.
 """
 
-from collections.abc import Callable, Generator
+from collections.abc import Generator, Sequence
 
 import numpy as np
+import numpy.typing as npt
 
-from penstock.rows.bin_plan import Indices, Sizes
-from penstock.rows.packing.best_fit import Patterns, best_fit
-from penstock.rows.packing.deal import deal
+from penstock.rows.bin_plan import Indices, Sizes, next_fit
+from penstock.rows.packing.best_fit import best_fit
+from penstock.rows.packing.exact import EXACT_CHOICES, Choose, search_best
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.rows import Rows, build_rows, plan_slots, row_starts
 from penstock.rows.packing.sorting import count_values, ranges, stable_argsort
@@ -24,6 +25,13 @@ SHARES = (0.04, 0.06, 0.09, 0.13, 0.19, 0.28, 0.4)
 OPENED = 0.99
 """Share of the target rows that is opened before gaps are filled. The rest is for samples that fit
 no gap."""
+
+ROWS_PER_STRETCH = 64
+"""Approximate rows per stretch. Stretches of consecutive samples are packed in parallel (SIMD); the
+last row of each stretch stays emptier than the others."""
+
+MIN_STRETCHES = 128
+"""Minimum number of stretches for which packing in parallel is faster."""
 
 PROBED = 1 << 13
 """Number of samples from which the size of gaps is estimated."""
@@ -53,20 +61,18 @@ def random_starts(
 
 
 def repack(
-    rows: Rows, target_rows: int, share: float, pack: Callable[[Indices, int, int], Patterns]
+    rows: Rows, target_rows: int, share: float, choices: Sequence[Choose] = EXACT_CHOICES
 ) -> None:
-    """Repack the `share` of rows with the most free room; reduces the total to `target_rows`.
-
-    `pack(counts, capacity, enough)` returns a plan and may stop at `enough` rows. Rows change in
-    place, only if the plan needs fewer.
-    """
+    """Repack the `share` of rows with the most free room by `search_best`, which tries `choices`;
+    reduces the total to `target_rows`. Rows change in place, only if the plan needs fewer."""
     if rows.num_rows <= target_rows:
         return
     loosest = stable_argsort(rows.totals, rows.capacity)[: 20 + int(share * rows.num_rows)]
     samples = rows.samples_in(loosest)
     counts = count_values(rows.lengths[samples], rows.capacity)
     enough = len(loosest) - (rows.num_rows - target_rows)
-    plan = pack(counts, rows.capacity, max(enough, fewest_rows(counts, rows.capacity)))
+    enough = max(enough, fewest_rows(counts, rows.capacity))
+    plan = search_best(counts, rows.capacity, enough, choices)
     if plan.num_rows < len(loosest):
         rows.replace(loosest, build_rows(rows.lengths, samples, plan, rows.capacity))
 
@@ -88,7 +94,7 @@ def _level(sizes: Sizes, limit: int, capacity: int, tokens_per_row: float) -> in
     if not len(dealt):
         return capacity + 1
     tokens = int(dealt.sum(dtype=np.int64))
-    gap = capacity - tokens / len(deal(dealt, capacity))
+    gap = capacity - tokens / len(_deal(dealt, capacity))
     return round(tokens / (OPENED * int(sizes.sum(dtype=np.int64)) / tokens_per_row) + gap)
 
 
@@ -104,7 +110,7 @@ def _fill(
     dealt, back = _hold_back(sizes, limit)
     dealt_sizes, back_sizes = sizes[dealt], sizes[back]
     # Number of samples of each row.
-    widths = deal(dealt_sizes, level)
+    widths = _deal(dealt_sizes, level)
     totals = np.add.reduceat(dealt_sizes, row_starts(widths), dtype=np.int64)
     by_gap = stable_argsort(totals, capacity)[::-1]
     rows_by_gap = np.bincount(capacity - totals)
@@ -129,3 +135,33 @@ def _fill(
     positions = slots.places((starts + (1 - ahead) * widths)[by_gap])
     placed[positions] = samples[back[stable_argsort(back_sizes, capacity)]]
     return placed, widths + added, totals
+
+
+def _deal(sizes: Sizes, level: int) -> Indices:
+    """Number of samples of each row, by next fit in the order given.
+
+    A row has at most `level` tokens, or one longer sample.
+    """
+    num_stretches = int(sizes.sum(dtype=np.int64)) // (ROWS_PER_STRETCH * level)
+    if num_stretches < MIN_STRETCHES:
+        ends = next_fit(sizes, level)
+    else:
+        ends = np.append(np.flatnonzero(_opens(sizes, level, num_stretches))[1:], len(sizes))
+    return np.diff(ends, prepend=0)
+
+
+def _opens(sizes: Sizes, level: int, num_stretches: int) -> npt.NDArray[np.bool_]:
+    """Whether each sample is the first of its row."""
+    # Stretches have equally many samples; each iteration places one sample of every stretch.
+    steps = -(-len(sizes) // num_stretches)
+    padded = np.zeros(num_stretches * steps, dtype=sizes.dtype)
+    padded[: len(sizes)] = sizes
+    dealt = np.ascontiguousarray(padded.reshape(num_stretches, steps).T)
+    opens = np.empty(dealt.shape, dtype=np.bool_)
+    room = np.zeros(num_stretches, dtype=sizes.dtype)
+    for sample, first in zip(dealt, opens, strict=True):
+        np.greater(sample, room, out=first)
+        np.putmask(room, first, level)
+        np.maximum(room, sample, out=room)
+        room -= sample
+    return opens.T.ravel()[: len(sizes)]

@@ -10,7 +10,7 @@ from collections.abc import Iterable
 import numpy as np
 
 from penstock.rows.bin_plan import Indices, one_per_row, sequential
-from penstock.rows.packing.best_of import search_best
+from penstock.rows.packing.exact import search_best
 from penstock.rows.packing.lower_bound import fewest_rows
 from penstock.rows.packing.rows import build_rows
 from penstock.rows.packing.sorting import count_values
