@@ -106,7 +106,7 @@ async def main():
         end = listening(ToWorkers, address)
         print(end.address, flush=True)
         await end.receive()
-        await end.send(WorkerHeartbeat(instance="child", running=""))
+        await end.send(WorkerHeartbeat(instance="child"))
     if len(sys.argv) > 3:
         await asyncio.sleep(0.2)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -131,7 +131,7 @@ def test_the_end_that_listens_hears_within_a_second_that_its_peer_was_killed():
             with pytest.raises(PeerLostError):
                 await hear(workers, LOSS_SECONDS)
             # Told once; with nobody there, what is sent is dropped.
-            await workers.send(WorkerHeartbeat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i"))
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.2)
         with speaker("connects", workers.address) as child:
@@ -149,7 +149,7 @@ def test_the_end_that_connects_hears_of_a_kill_and_speaks_to_the_next_one_alone(
             address = child.stdout.readline().strip()
             engine = connecting(FromWorkers, address)
             await engine.send(Hello(engine="e"))
-            assert await hear(engine) == WorkerHeartbeat(instance="child", running="")
+            assert await hear(engine) == WorkerHeartbeat(instance="child")
             child.kill()
             child.wait()
             await asyncio.sleep(0.3)
@@ -220,7 +220,7 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
             stranger.close()
             await engine.send(command("still here"))
             assert (await hear(workers)).id == "still here"
-            await workers.send(WorkerHeartbeat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i"))
             assert (await hear(engine)).instance == "i"
 
     asyncio.run(scenario())
@@ -240,7 +240,7 @@ def test_another_that_comes_and_goes_is_not_taken_for_the_peer():
             raw.close(linger=0)
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.3)
-            await workers.send(WorkerHeartbeat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i"))
             assert (await hear(engine)).instance == "i"
 
     asyncio.run(scenario())
@@ -320,17 +320,17 @@ def test_ends_in_memory_hear_each_other_and_of_a_peer_that_died():
     async def scenario():
         engine, workers = memory_pair(ToWorkers, FromWorkers)
         await engine.send(Hello(engine="e"))
-        await workers.send(WorkerHeartbeat(instance="i", running=""))
+        await workers.send(WorkerHeartbeat(instance="i"))
         workers.drop()
         await engine.send(command("lost"))
-        assert await hear(engine) == WorkerHeartbeat(instance="i", running="")
+        assert await hear(engine) == WorkerHeartbeat(instance="i")
         with pytest.raises(PeerLostError):
             await hear(engine)
         await engine.send(command("kept for the next"))
         _, others = memory_pair(ToWorkers, FromWorkers)
         engine.join(others)
         with pytest.raises(FrameError):
-            await engine.send(WorkerHeartbeat(instance="wrong way", running=""))
+            await engine.send(WorkerHeartbeat(instance="wrong way"))
         with pytest.raises(PeerLostError):
             await hear(others)
         assert (await hear(others)).id == "kept for the next"
@@ -362,7 +362,7 @@ def test_a_thread_beats_and_listens_while_the_main_thread_computes():
         return channel
 
     end: ThreadedEnd[Reply | WorkerHeartbeat, Command] = ThreadedEnd(
-        begin, lambda: WorkerHeartbeat(instance="i", running="1"), 0.05
+        begin, lambda: WorkerHeartbeat(instance="i"), 0.05
     )
     found = []
     engine = threading.Thread(

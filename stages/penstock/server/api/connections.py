@@ -44,9 +44,7 @@ class Client(Protocol):
         """Whether it was closed with data still to be sent."""
         ...
 
-    def abort(self) -> None:
-        """Close it immediately."""
-        ...
+    def abort(self) -> None: ...
 
 
 class Connections:

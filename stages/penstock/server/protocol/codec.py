@@ -76,15 +76,12 @@ class Channel(Protocol[SentT_contra, ReceivedT_co]):
 
     async def send(self, message: SentT_contra) -> None:
         """Send the message; it is lost if the peer is gone."""
-        ...
 
     async def receive(self) -> ReceivedT_co:
         """Receive the next message. Raises PeerLostError once per loss of the peer."""
         ...
 
-    def close(self) -> None:
-        """Close the channel."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)

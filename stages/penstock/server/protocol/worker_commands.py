@@ -187,7 +187,6 @@ class WorkerHeartbeat(Message):
     """Heartbeat of the workers. Sent every second, also while they compute."""
 
     instance: str
-    running: str
 
 
 FromWorkers = Ready | Reply | CommandFailure | WorkerHeartbeat

@@ -5,12 +5,13 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
 
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
 from penstock.server.protocol.results import EndpointsResult
 from penstock.server.protocol.types import Endpoint, Secret
-from penstock.server.scheduler.errors import RequestError, internal_error, not_found
+from penstock.server.scheduler.errors import RequestError, not_found, to_request_error
 from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.state_store import EndpointRecord, StateStore
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
@@ -33,15 +34,14 @@ PARALLELISM_SECONDS = 3.0
 """Seconds for a new server to report its parallelism; it may not be running yet."""
 
 
+@dataclass
 class InferenceEndpoints:
     """The endpoints of all owners, with their keys."""
 
-    def __init__(self, store: StateStore, allowed_hosts: Collection[str]) -> None:
-        """`allowed_hosts`: the hosts that endpoints may have."""
-        self._store = store
-        self._allowed_hosts = allowed_hosts
-        self._adding: dict[asyncio.Task[None], str] = {}
-        """Owners of the endpoints that are being added."""
+    store: StateStore
+    allowed_hosts: Collection[str]
+    _adding: dict[asyncio.Task[None], str] = field(default_factory=dict[asyncio.Task[None], str])
+    """Owners of the endpoints that are being added."""
 
     def add(self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         """Register an endpoint, replacing one at the same address; `end` receives the outcome,
@@ -68,10 +68,8 @@ class InferenceEndpoints:
     ) -> None:
         try:
             end(await self._added(operation, owner))
-        except RequestError as error:
-            end(error)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            end(internal_error(error))
+            end(to_request_error(error))
 
     async def _added(self, operation: AddEndpoint, owner: str) -> EndpointsResult:
         new = operation.endpoint
@@ -82,7 +80,7 @@ class InferenceEndpoints:
             )
         if operation.api_key and not HEADER.fullmatch(operation.api_key.text):
             raise RequestError("invalid", "the api_key holds what no header of HTTP may")
-        fault = why_not_allowed(new, self._allowed_hosts)
+        fault = why_not_allowed(new, self.allowed_hosts)
         if fault is not None:
             raise RequestError("invalid", fault)
         sizes = await _sizes(InferenceServer(new, operation.api_key))
@@ -98,24 +96,24 @@ class InferenceEndpoints:
             pool=new.pool,
             api_key=operation.api_key.text if operation.api_key else None,
         )
-        self._store.save_endpoints((*self._others(owner, new.host, new.port), record))
+        self.store.save_endpoints((*self._others(owner, new.host, new.port), record))
         return self._all(owner)
 
     def run(self, operation: RemoveEndpoint | ListEndpoints, owner: str) -> EndpointsResult:
         """The remaining or registered endpoints. Raises RequestError for an unknown one."""
         if isinstance(operation, RemoveEndpoint):
             remaining = self._others(owner, operation.host, operation.port)
-            if len(remaining) == len(self._store.endpoints):
+            if len(remaining) == len(self.store.endpoints):
                 raise not_found(f"inference endpoint {operation.host[:200]}:{operation.port}")
-            self._store.save_endpoints(remaining)
+            self.store.save_endpoints(remaining)
         return self._all(owner)
 
     def _all(self, owner: str) -> EndpointsResult:
-        own = (endpoint for endpoint in self._store.endpoints if endpoint.owner == owner)
+        own = (endpoint for endpoint in self.store.endpoints if endpoint.owner == owner)
         return EndpointsResult(endpoints=tuple(map(_endpoint, own)))
 
     def _others(self, owner: str, host: str, port: int) -> tuple[EndpointRecord, ...]:
-        excluded, endpoints = (owner, host, port), self._store.endpoints
+        excluded, endpoints = (owner, host, port), self.store.endpoints
         return tuple(
             endpoint
             for endpoint in endpoints

@@ -44,12 +44,8 @@ class Sessions:
             check_metadata(operation.tags, operation.user_metadata)
             owners = [record.owner for record in self.open()]
             check_limit("max_sessions", self._max_open, len(owners), "sessions are open")
-            check_limit(
-                "max_owner_sessions",
-                self._max_open_of_owner,
-                owners.count(owner),
-                "sessions of yours are open",
-            )
+            own, limit = owners.count(owner), self._max_open_of_owner
+            check_limit("max_owner_sessions", limit, own, "sessions of yours are open")
             session = SessionRecord(
                 session=name,
                 owner=owner,

@@ -109,14 +109,18 @@ class WorkerClient:
 
     async def liveness_loop(self) -> None:
         """Hello and liveness loop."""
+        timeout, given_up = self._settings.worker_connection_timeout, self._settings.given_up
+        silence = f"nothing was heard of them for {timeout:g} s"
         while True:
-            is_silent = time.monotonic() - self._heard > self._timeout
-            silence = f"nothing was heard of them for {self._timeout:g} s"
+            is_silent = time.monotonic() - self._heard > timeout
             if self.ready is not None:
                 if is_silent:
                     self._give_up(silence)
             else:
-                self._check_given_up()
+                if self.state != "failed" and given_up is not None and given_up.exists():
+                    self.state = "failed"
+                    self.reason = f"{self.reason or 'the workers ended'}; they are not restarted"
+                    self._changed()
                 # One at a time: all that are not sent yet would reach workers that connect late.
                 if self._outbox.empty():
                     self._outbox.put_nowait(Hello(engine=self._name))
@@ -211,17 +215,6 @@ class WorkerClient:
         """The workers are restored and may run requests."""
         if self.ready is not None:
             self.state, self.reason = "ready", ""
-            self._changed()
-
-    @property
-    def _timeout(self) -> float:
-        return self._settings.worker_connection_timeout
-
-    def _check_given_up(self) -> None:
-        file = self._settings.given_up
-        if self.state != "failed" and file is not None and file.exists():
-            self.state = "failed"
-            self.reason = f"{self.reason or 'the workers ended'}; they are not restarted"
             self._changed()
 
     def _give_up(self, why: str) -> None:

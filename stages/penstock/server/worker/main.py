@@ -31,7 +31,6 @@ from penstock.models.vision.types import read_vision
 from penstock.rows.tokenizer import load_tokenizer
 from penstock.server.images.expand import load_expander
 from penstock.server.launch.job import ServerJob
-from penstock.server.protocol.codec import Channel
 from penstock.server.protocol.results import ServedModel
 from penstock.server.protocol.threaded_channel import ThreadedEnd
 from penstock.server.protocol.worker_commands import FromWorkers, Ready, ToWorkers, WorkerHeartbeat
@@ -40,7 +39,7 @@ from penstock.server.weight_sync.allowed_hosts import LOOPBACK, allowed_hosts
 from penstock.server.worker.batching import BatchDispatcher
 from penstock.server.worker.generate import GenerationHandler
 from penstock.server.worker.handlers import CommandHandlers
-from penstock.server.worker.loop import CurrentCommand, serve
+from penstock.server.worker.loop import serve
 from penstock.server.worker.self_test import self_test
 
 
@@ -141,10 +140,6 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
     if not ranks.is_main_process:
         serve(handlers, broadcast)
         return
-    running = CurrentCommand()
-
-    def begin() -> Channel[FromWorkers, ToWorkers]:
-        return listening(ToWorkers, job.workers_bind, env.workers_secret())
 
     def ready() -> Ready:
         held = {name: handlers.models.get(name) for name in handlers.models.names}
@@ -160,10 +155,11 @@ def run_rank(job: ServerJob, ranks: ProcessInfo) -> None:
         )
 
     end: ThreadedEnd[FromWorkers, ToWorkers] = ThreadedEnd(
-        begin, lambda: WorkerHeartbeat(instance=instance, running=running.id)
+        lambda: listening(ToWorkers, job.workers_bind, env.workers_secret()),
+        lambda: WorkerHeartbeat(instance=instance),
     )
     try:
-        serve(handlers, broadcast, end, ready, running)
+        serve(handlers, broadcast, end, ready)
     finally:
         end.close()
 
