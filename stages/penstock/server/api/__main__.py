@@ -90,21 +90,21 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
     gc.collect()
     gc.freeze()
     service: AppState = app.state.service
-    ending = asyncio.create_task(_end_polls(server, service.shutting_down))
+
+    async def end_polls() -> None:
+        # The lifespan's shutdown is too late: uvicorn first waits for open requests, as polls are.
+        while not server.should_exit:
+            await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
+        service.shutting_down.set()
+
+    ending = asyncio.create_task(end_polls())
     warming = asyncio.create_task(service.codec_pool.start())
     try:
         await server.serve()
     finally:
         ending.cancel()
         warming.cancel()
-
-
-async def _end_polls(server: uvicorn.Server, shutting_down: asyncio.Event) -> None:
-    # The lifespan's shutdown comes too late: uvicorn first waits for open requests, such as polls.
-    while not server.should_exit:
-        await asyncio.sleep(LOOK_SECONDS)
-    await asyncio.sleep(POLL_SECONDS)
-    shutting_down.set()
 
 
 def read_settings(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:

@@ -78,7 +78,11 @@ async def handle_validation_error(_: Request, error: Exception) -> JSONResponse:
     """Response body of validation errors: each error and its location, never the input."""
     assert isinstance(error, RequestValidationError)
     errors = [
-        {"loc": [_truncate(part) for part in item["loc"]], "msg": item["msg"], "type": item["type"]}
+        {
+            "loc": [part if isinstance(part, int) else str(part)[:100] for part in item["loc"]],
+            "msg": item["msg"],
+            "type": item["type"],
+        }
         for item in error.errors()[:MAX_VALIDATION_ERRORS]
     ]
     message = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in errors)
@@ -89,10 +93,6 @@ async def handle_crash(_: Request, __: Exception) -> JSONResponse:
     """Response body of an internal error: the traceback is logged but not sent."""
     # Starlette's ServerErrorMiddleware raises it again after this response, so uvicorn logs it.
     return _error_response(500, "the server failed; its log says why", "server", "internal", None)
-
-
-def _truncate(part: object) -> str | int:
-    return part if isinstance(part, int) else str(part)[:100]
 
 
 def _error_response(

@@ -78,7 +78,12 @@ class ManagedProcess:
         self._process = None
         self.together.died()
         self.deaths = 1 if now - self._began >= self.settled_seconds else self.deaths + 1
-        ended = _ending(status)
+        ended = f"ended with status {status}"
+        if status < 0:
+            # Of real-time signals `Signals` knows the first and the last alone.
+            known = -status in set(signal.Signals)
+            name = signal.Signals(-status).name if known else f"signal {-status}"
+            ended = f"was ended by {name}"
         if self.most_deaths is not None and self.deaths > self.most_deaths:
             self.is_given_up = True
             self.log(f"{self.name} {ended}, {self.deaths} times in a row: not started again")
@@ -119,12 +124,3 @@ class ManagedProcess:
         assert self._process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"

@@ -69,35 +69,27 @@ class ServerJob:
             part.touch(mode=0o600)
             # `touch` leaves the mode of an existing file, as an interrupted write leaves one.
             part.chmod(0o600)
-            part.write_text(_text(self), encoding="utf-8")
+            record = asdict(self) | {
+                # Only explicitly set fields: a reader must distinguish user settings from defaults.
+                "config": self.config.model_dump(mode="json", exclude_unset=True),
+                "output_dir": str(self.output_dir),
+                "weights": str(self.weights) if self.weights else None,
+            }
+            text = json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False)
+            part.write_text(text + "\n", encoding="utf-8")
         return path
 
     @classmethod
     def read(cls, path: Path) -> "ServerJob":
         """Read the job in `path`."""
         record: dict[str, Any] = read_json(path)
-        return cls(
-            **{
-                **record,
-                "config": ServerConfig.model_validate(record["config"]),
-                "output_dir": Path(record["output_dir"]),
-                "weights": Path(record["weights"]) if record["weights"] else None,
-            }
-        )
+        record["config"] = ServerConfig.model_validate(record["config"])
+        record["output_dir"] = Path(record["output_dir"])
+        record["weights"] = Path(record["weights"]) if record["weights"] else None
+        return cls(**record)
 
 
 def select_settings(config: ServerConfig, kind: type[S], **own: Any) -> S:
     """The settings of a process, a dataclass: fields as in the config, and its `own` values."""
     names = {field.name for field in fields(kind)} & ServerConfig.model_fields.keys()
     return kind(**{name: getattr(config, name) for name in names} | own)
-
-
-def _text(job: ServerJob) -> str:
-    record = {
-        **asdict(job),
-        # Only explicitly set fields: a reader must distinguish user settings from defaults.
-        "config": job.config.model_dump(mode="json", exclude_unset=True),
-        "output_dir": str(job.output_dir),
-        "weights": str(job.weights) if job.weights else None,
-    }
-    return json.dumps(record, indent=2, sort_keys=True, ensure_ascii=False) + "\n"

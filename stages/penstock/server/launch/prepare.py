@@ -5,6 +5,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -57,21 +58,19 @@ PACKAGES = {
 
 def require_packages() -> None:
     """Raise CapabilityError naming every package that is not installed."""
-    lacking = [package for module, package in PACKAGES.items() if not _is_there(module)]
+    lacking: list[str] = []
+    for module, package in PACKAGES.items():
+        # `find_spec` imports the parents of a dotted name, here `google`.
+        with suppress(ModuleNotFoundError):
+            if find_spec(module) is not None:
+                continue
+        lacking.append(package)
     if lacking:
         raise CapabilityError(
             f"a training server needs {', '.join(lacking)}, which"
             f" {'is' if len(lacking) == 1 else 'are'} not installed.\n"
             "  Run pip install 'penstock[server]'."
         )
-
-
-def _is_there(module: str) -> bool:
-    try:
-        # `find_spec` imports the parents of a dotted name, here `google`.
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 WORKERS_SECRET = "workers.secret"
@@ -96,7 +95,7 @@ class LaunchPlan:
 
     @property
     def file(self) -> Path:
-        """The path of the job file."""
+        """The job file."""
         return self.job.folder / f"job-{self._name}.json"
 
     @property
@@ -106,11 +105,18 @@ class LaunchPlan:
 
     def publish(self) -> None:
         """Write the job file, and the address of separately started workers."""
-        self.job.write(self.file.name)
-        if self.job.mode == "workers" and self.job.config.node_rank == 0:
-            address = _from_elsewhere(self.job)
-            write_secret(self.job.folder / WORKERS_SECRET, self.workers_secret)
-            write_secret(self.job.folder / WORKERS_ADDRESS, address)
+        job = self.job
+        job.write(self.file.name)
+        if job.mode == "workers" and job.config.node_rank == 0:
+            address = job.workers_address
+            if (
+                parse_host(job.workers_bind) in EVERYWHERE
+                and job.config.engine_connect_host is None
+            ):
+                # As other machines reach it.
+                address = tcp(socket.getfqdn(), parse_port(job.workers_bind))
+            write_secret(job.folder / WORKERS_SECRET, self.workers_secret)
+            write_secret(job.folder / WORKERS_ADDRESS, address)
 
     @property
     def _name(self) -> str:
@@ -136,8 +142,16 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
     # For its errors, which are then raised before anything is downloaded.
     to_run_config(config)
     env.require_variables(config.pass_env, "pass_env")
-    if worker_address is not None:
-        _require_address(worker_address, mode)
+    if worker_address is not None and mode != "connect":
+        raise ConfigError(
+            f"--worker-address is where workers are that were started by themselves, and --mode is"
+            f" {mode}.\n  Leave it out, or write --mode connect."
+        )
+    if worker_address is not None and not ADDRESS.fullmatch(worker_address):
+        raise ConfigError(
+            f"--worker-address {worker_address} is no address.\n"
+            "  Write one such as tcp://node0:5556."
+        )
     if mode == "connect" and config.node_rank:
         raise ConfigError(
             f"node_rank is {config.node_rank}, and clients come to the first machine.\n"
@@ -209,19 +223,6 @@ def _serves(config: ServerConfig, mode: Mode) -> bool:
     return mode != "workers" and config.node_rank == 0
 
 
-def _require_address(address: str, mode: Mode) -> None:
-    """Raise ConfigError for an unreachable or unused address."""
-    if mode != "connect":
-        raise ConfigError(
-            f"--worker-address is where workers are that were started by themselves, and --mode is"
-            f" {mode}.\n  Leave it out, or write --mode connect."
-        )
-    if not ADDRESS.fullmatch(address):
-        raise ConfigError(
-            f"--worker-address {address} is no address.\n  Write one such as tcp://node0:5556."
-        )
-
-
 def _written(path: Path, config: ServerConfig) -> str:
     """The line in a file that another process is about to write."""
     seconds = config.worker_connection_timeout
@@ -235,14 +236,6 @@ def _written(path: Path, config: ServerConfig) -> str:
             )
         time.sleep(0.2)
     return path.read_text(encoding="ascii").strip()
-
-
-def _from_elsewhere(job: ServerJob) -> str:
-    """The workers' address as reached from other machines."""
-    is_everywhere = parse_host(job.workers_bind) in EVERYWHERE
-    if is_everywhere and job.config.engine_connect_host is None:
-        return tcp(socket.getfqdn(), parse_port(job.workers_bind))
-    return job.workers_address
 
 
 def _local(typed: str, source: Source, patterns: Sequence[str]) -> str:

@@ -95,8 +95,6 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
 
     `folder`: where the agent lists ranks that were killed by a signal.
     """
-    count = num_local_workers(config)
-    common = ["--nproc-per-node", str(count)]
     endpoint = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
         # Static node ranks, so that rank 0 runs beside the scheduler.
@@ -106,7 +104,8 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
             *("--rdzv-conf", f"rank={config.node_rank}"),
         ]
     agent = ["penstock.engine.launch.torchrun_agent", str(os.getpid()), str(folder / DEATHS)]
-    return [*agent, str(config.stop_timeout), *endpoint, *common]
+    num_workers = str(num_local_workers(config))
+    return [*agent, str(config.stop_timeout), *endpoint, "--nproc-per-node", num_workers]
 
 
 def workers_environment(config: ServerConfig) -> dict[str, str]:
@@ -139,25 +138,19 @@ def serve(prepared: LaunchPlan, log: Callable[[str], None]) -> None:
     """
     job = prepared.job
     api = (job.api_host, job.api_port) if prepared.serves else None
-    with _lock_folder(prepared):
+    try:
+        # Two servers would overwrite each other's state.
+        lock = acquire_lock(prepared.lock, timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"another server has output_dir {job.output_dir}.\n"
+            "  Stop it, or write another output_dir."
+        ) from None
+    with lock:
         prepared.publish()
         given_up = job.folder / GIVEN_UP
         given_up.unlink(missing_ok=True)
         Launcher(managed_processes(prepared, log), log, api, given_up).run()
-
-
-@contextmanager
-def _lock_folder(prepared: LaunchPlan) -> Generator[None]:
-    """Lock the folder: two servers would overwrite each other's state."""
-    try:
-        lock = acquire_lock(prepared.lock, timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"another server has output_dir {prepared.job.output_dir}.\n"
-            "  Stop it, or write another output_dir."
-        ) from None
-    with lock:
-        yield
 
 
 @dataclass
@@ -193,10 +186,9 @@ class Launcher:
                 self._stop_all()
 
     def _stop_all(self) -> None:
-        """The API stops first, so that no new requests arrive; workers last, because the scheduler
-        still saves."""
         serving = [child for child in self.children if child.name != "workers"]
         workers = [child for child in self.children if child.name == "workers"]
+        # Workers last, because the scheduler still saves.
         self._stop(serving)
         self._wait_for_workers_to_exit(serving, workers)
         self._stop(workers)

@@ -30,8 +30,7 @@ PARALLELISM_ROUTES = ("/server_info", "/get_server_info")
 MAX_RESPONSE_BYTES = 4 << 20
 """Maximum bytes of a response."""
 MAX_MESSAGE = 500
-"""Maximum characters of a response in the log. Clients never see it, because the endpoint may be a
-server that reveals something to us alone."""
+"""Maximum characters of a response in the log."""
 
 NO_RESPONSE = (OSError, http.client.HTTPException, UnicodeError)
 """Errors of a request without response; the last one is for an invalid host name."""
@@ -121,8 +120,8 @@ class InferenceServer:
                 self._request("GET", path, None, seconds)
             except (*NO_RESPONSE, HttpStatusError) as error:
                 errors.append(f"{path}: {_describe_error(error)}")
-                continue
-            return
+            else:
+                return
         fault = f"it does not answer ({'; '.join(errors)})"
         raise SyncError(fault, step="health", endpoint=self.endpoint)
 
@@ -185,24 +184,24 @@ class InferenceServer:
                 body_bytes = answer.read(MAX_RESPONSE_BYTES)
         finally:
             connection.close()
-        read = _parse_json(body_bytes)
+        try:
+            parsed = json.loads(body_bytes)
+        except (ValueError, RecursionError):
+            parsed = None
+        fields = parsed if isinstance(parsed, dict) else {}
         if answer.status != HTTPStatus.OK:
-            self._log(path, body_bytes, read)
-            raise HttpStatusError(answer.status, f"HTTP {answer.status}")
-        if isinstance(read, dict) and read.get("success") is False:
-            self._log(path, body_bytes, read)
-            raise HttpStatusError(
-                answer.status, "it says that it has failed; the server's log has why"
-            )
-        return read
-
-    def _log(self, path: str, body_bytes: bytes, read: Any) -> None:
-        """Log a response for the server's operator."""
-        message = read.get("message") if isinstance(read, dict) else None
+            fault = f"HTTP {answer.status}"
+        elif fields.get("success") is False:
+            fault = "it says that it has failed; the server's log has why"
+        else:
+            return parsed
+        message = fields.get("message")
         text = message if isinstance(message, str) else body_bytes.decode(errors="replace")
         if self.key:
             text = text.replace(self.key.text, "...")
+        # Clients never see it, as the endpoint may be a server that reveals something to us alone.
         LOG.warning("%s%s: %r", self.endpoint.address, path, text[:MAX_MESSAGE])
+        raise HttpStatusError(answer.status, fault)
 
     def _to_sync_error(self, step: Step, path: str, error: Exception) -> SyncError:
         """The error for a failed request."""
@@ -246,13 +245,6 @@ def recovery_requests(group_name: str) -> tuple[tuple[Step, str, dict[str, Any]]
 def is_absent(error: BaseException | None) -> bool:
     """Whether the route does not exist."""
     return isinstance(error, HttpStatusError) and error.status in ABSENT
-
-
-def _parse_json(body_bytes: bytes) -> Any:
-    try:
-        return json.loads(body_bytes)
-    except (ValueError, RecursionError):
-        return None
 
 
 def _parse_parallelism(read: Any) -> EngineParallelism | None:

@@ -31,9 +31,19 @@ class ApiKeys:
         name of another machine, which prevents DNS rebinding from a browser.
         """
         if not self._digests:
-            self._require_loopback_host(headers.get("host", ""))
+            host = headers.get("host", "")
+            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+            if name.lower() not in LOOPBACK:
+                raise ApiError(
+                    "this server requires no keys and can only be reached as localhost; give it"
+                    " keys to reach it under another name",
+                    status=421,
+                )
             return NOBODY
-        key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
+        key = headers.get("x-api-key")
+        if not key:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            key = token.strip() if scheme.lower() == "bearer" else ""
         digest = hashlib.sha256(key.encode()).digest()
         matching_owner = ""
         # Compare with all keys in constant time, so that timing reveals nothing.
@@ -47,18 +57,3 @@ class ApiKeys:
                 status=401,
             )
         return matching_owner
-
-    @staticmethod
-    def _require_loopback_host(host: str) -> None:
-        name = host if host.endswith("]") else host.rsplit(":", 1)[0]
-        if name.lower() not in LOOPBACK:
-            raise ApiError(
-                "this server requires no keys and can only be reached as localhost; give it keys to"
-                " reach it under another name",
-                status=421,
-            )
-
-
-def _bearer(header: str) -> str:
-    scheme, _, token = header.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""

@@ -38,14 +38,12 @@ ABSENT = {
 router = guarded_router("not offered")
 
 
-def _refuse_with(why: str) -> None:
+def _refuse(path: str, methods: str, why: str) -> None:
     async def absent(request: Request) -> None:
         raise ApiError(f"{request.url.path[:200]} is not offered here: {why}", code="not_found")
 
-    for path, (methods, reason) in ABSENT.items():
-        if reason == why:
-            router.add_api_route(path, absent, methods=methods.split(), include_in_schema=False)
+    router.add_api_route(path, absent, methods=methods.split(), include_in_schema=False)
 
 
-for _why in {reason for _, reason in ABSENT.values()}:
-    _refuse_with(_why)
+for _path, _methods_and_reason in ABSENT.items():
+    _refuse(_path, *_methods_and_reason)
