@@ -109,10 +109,8 @@ class LaunchPlan:
         job.write(self.file.name)
         if job.mode == "workers" and job.config.node_rank == 0:
             address = job.workers_address
-            if (
-                parse_host(job.workers_bind) in EVERYWHERE
-                and job.config.engine_connect_host is None
-            ):
+            is_everywhere = parse_host(job.workers_bind) in EVERYWHERE
+            if is_everywhere and job.config.engine_connect_host is None:
                 # As other machines reach it.
                 address = tcp(socket.getfqdn(), parse_port(job.workers_bind))
             write_secret(job.folder / WORKERS_SECRET, self.workers_secret)
