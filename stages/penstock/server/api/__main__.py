@@ -30,8 +30,7 @@ LOG = logging.getLogger(__name__)
 KEEP_ALIVE_SECONDS = 75
 """Keep-alive timeout. Longer than clients keep an idle connection, so that they do not write to a
 closed one."""
-GRACE_SECONDS = 5
-"""Seconds for open requests to finish on shutdown."""
+GRACE_SECONDS = 5  # Seconds for open requests to finish on shutdown
 POLL_SECONDS = GRACE_SECONDS - 1.0
 """Seconds that polls still wait on shutdown: their result may arrive; otherwise they return that it
 did not."""

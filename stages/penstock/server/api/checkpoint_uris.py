@@ -30,8 +30,7 @@ _ID = re.compile(
     r"([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
 )
 
-TRAINED = ":train:"
-"""Separator of session and model number in the SDK's model names."""
+TRAINED = ":train:"  # Separator of session and model number in the SDK's model names
 
 
 def read_path(written: str) -> str:

@@ -27,7 +27,6 @@ STATUS: Mapping[Code, int] = {
 """The HTTP status of each error code, for calls that return their result directly."""
 
 MAX_VALIDATION_ERRORS = 20
-"""Maximum number of validation errors per response."""
 
 
 class ApiError(HTTPException):

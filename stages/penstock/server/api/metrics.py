@@ -34,8 +34,7 @@ class Metrics:
         self._queued = self._gauge("penstock_engine_queued", "Requests that wait in the scheduler.")
         self._engine = self._gauge("penstock_engine_up", "1 while the scheduler is connected.")
         self._workers = self._gauge("penstock_workers_ready", "1 while the workers are ready.")
-        self.total = 0
-        """Number of requests served."""
+        self.total = 0  # Number of requests served
 
     def observe(self, route: str, method: str, status: int, seconds: float) -> None:
         """Record a request by the path template of its route, not by the client's path."""

@@ -22,8 +22,7 @@ from penstock.server.protocol.results import Result
 
 LOG = logging.getLogger(__name__)
 
-HELLO_SECONDS = 1.0
-"""Seconds between hello messages until the scheduler answers."""
+HELLO_SECONDS = 1.0  # Seconds between hello messages until the scheduler answers
 
 LOST = "the scheduler died while this was running; what it had done is unknown. Send it again."
 
@@ -69,10 +68,8 @@ class SchedulerClient:
         return response
 
     async def send(self, request: Request | Encoded, name: str) -> None:
-        """Send a registered request; if sending fails, its future is cancelled.
-
-        Raises ApiError (413) for a message that is too large for the channel.
-        """
+        """Send a registered request; if sending fails, its future is cancelled. Raises ApiError
+        (413) for a message that is too large for the channel."""
         response = self._waiting[name]
         try:
             await self._channel.send(request)
@@ -83,11 +80,8 @@ class SchedulerClient:
             raise
 
     async def call(self, owner: str, operation: Operation, seconds: float) -> Result:
-        """Send a request and wait for its result.
-
-        Raises ApiError: the scheduler's error, or 504 after `seconds`; the request is then
-        cancelled unless it has started.
-        """
+        """Send a request and wait for its result. Raises ApiError: the scheduler's error, or 504
+        after `seconds`; the request is then cancelled unless it has started."""
         request = Request(id=secrets.token_hex(16), owner=owner, operation=operation)
         response = await self.submit(request)
         try:
@@ -105,11 +99,9 @@ class SchedulerClient:
         return reply.result
 
     async def cancel(self, name: str) -> None:
-        """Cancel the request unless it has started."""
         await self._channel.send(Cancel(id=name))
 
     async def listen(self) -> None:
-        """Receive results and status, until cancelled."""
         while True:
             try:
                 message = await self._channel.receive()

@@ -18,11 +18,9 @@ from penstock.server.protocol.results import HeartbeatResult
 
 LOG = logging.getLogger(__name__)
 
-LONGEST_INTERVAL = 1.0
-"""Maximum seconds between batches to the scheduler."""
+LONGEST_INTERVAL = 1.0  # Maximum seconds between batches to the scheduler
 
-KEPT_SECONDS = 60.0
-"""A session without heartbeat for so many seconds is looked up again."""
+KEPT_SECONDS = 60.0  # A session without heartbeat for so many seconds is looked up again
 
 
 class SessionHeartbeats:
@@ -47,11 +45,8 @@ class SessionHeartbeats:
         self._unsent: defaultdict[str, set[str]] = defaultdict(set)
 
     async def beat(self, owner: str, session: str) -> None:
-        """Record a heartbeat of a session.
-
-        Raises ApiError: 410 if the owner has no such session, 503 if the scheduler is not
-        connected.
-        """
+        """Record a heartbeat of a session. Raises ApiError: 410 if the owner has no such session,
+        503 if the scheduler is not connected."""
         if (owner, session) in self._heard and self._scheduler.status is not None:
             self._unsent[owner].add(session)
         elif await self._gone(owner, (session,)):
@@ -68,7 +63,6 @@ class SessionHeartbeats:
         self._heard.pop((owner, session), None)
 
     async def _gone(self, owner: str, sessions: tuple[str, ...]) -> tuple[str, ...]:
-        """The sessions that do not exist."""
         result = await self._scheduler.call(
             owner, Heartbeat(sessions=sessions), self._answer_timeout
         )
@@ -76,7 +70,6 @@ class SessionHeartbeats:
         return result.sessions
 
     async def forward_periodically(self) -> None:
-        """Forward heartbeats, until cancelled."""
         while True:
             await asyncio.sleep(self._interval)
             # Replaced before the first await: heartbeats that arrive meanwhile are in the new one.

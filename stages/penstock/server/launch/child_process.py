@@ -28,18 +28,14 @@ class ManagedProcess:
     log: Callable[[str], None]
     most_deaths: int | None = None
     """Consecutive deaths after which it is not restarted; None: always restarted."""
-    stop_seconds: float = 10.0
-    """Seconds to exit after a stop request before it is killed."""
+    stop_seconds: float = 10.0  # Seconds to exit after a stop request before it is killed
     settled_seconds: float = SETTLED_SECONDS
-    pass_env: Sequence[str] = ()
-    """Further variables of the launcher to pass on."""
+    pass_env: Sequence[str] = ()  # Further variables of the launcher to pass on
     together: MultiNode = field(default_factory=MultiNode)
     """Coordination of restarts with other machines."""
-    deaths: int = 0
-    """Consecutive deaths."""
+    deaths: int = 0  # Consecutive deaths
     is_given_up: bool = False
-    ended_well: bool = False
-    """Whether it exited with status 0 after a stop request."""
+    ended_well: bool = False  # Whether it exited with status 0 after a stop request
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
     _is_ending: bool = False
     _began: float = 0.0
@@ -94,7 +90,6 @@ class ManagedProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its main process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def ask_to_end(self) -> None:
@@ -120,7 +115,7 @@ class ManagedProcess:
         self._process = None
 
     def _kill_group(self) -> None:
-        """Orphaned children must not keep its port or its devices."""
+        # Orphaned children must not keep its port or its devices.
         assert self._process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)

@@ -16,11 +16,9 @@ if TYPE_CHECKING:
 
 S = TypeVar("S", bound="DataclassInstance")
 
-FOLDER = "server"
-"""State folder of the server processes in the output folder."""
+FOLDER = "server"  # State folder of the server processes in the output folder
 JOB = "job.json"
-GIVEN_UP = "workers-given-up"
-"""File that exists while the launcher no longer restarts workers."""
+GIVEN_UP = "workers-given-up"  # File that exists while the launcher no longer restarts workers
 
 Mode = Literal["auto", "connect", "workers"]
 """auto: the launcher starts all processes; connect: all but the workers; workers: only workers."""
@@ -32,33 +30,22 @@ class ServerJob:
 
     config: ServerConfig
     mode: Mode
-    output_dir: Path
-    """`config.output_dir` as an absolute path."""
-    config_path: str
-    """A local folder with the model's config.json, or `builtin:<name>`."""
-    weights: Path | None
-    """A local folder of safetensors; None initializes from the seed."""
-    tokenizer: str
-    """A local folder, or `builtin:<name>`."""
+    output_dir: Path  # `config.output_dir` as an absolute path
+    config_path: str  # A local folder with the model's config.json, or `builtin:<name>`
+    weights: Path | None  # A local folder of safetensors; None initializes from the seed
+    tokenizer: str  # A local folder, or `builtin:<name>`
     api_host: str
-    api_port: int
-    """The port of the API; never 0."""
-    engine_address: str
-    """`tcp://...`: bound by the scheduler (ROUTER); the API connects to it."""
-    workers_bind: str
-    """`tcp://...`: bound by rank 0 (ROUTER)."""
-    workers_address: str
-    """`tcp://...`: the same address as reached by the scheduler."""
-    launch: str
-    """Unique id of this start of the launcher."""
-    requires_keys: bool = False
-    """Whether clients of the API need keys."""
+    api_port: int  # The port of the API; never 0
+    engine_address: str  # `tcp://...`: bound by the scheduler (ROUTER); the API connects to it
+    workers_bind: str  # `tcp://...`: bound by rank 0 (ROUTER)
+    workers_address: str  # `tcp://...`: the same address as reached by the scheduler
+    launch: str  # Unique id of this start of the launcher
+    requires_keys: bool = False  # Whether clients of the API need keys
     image_processor: str = ""
     """A local folder with the model's image processor; empty: the model takes no images."""
 
     @property
     def folder(self) -> Path:
-        """The scheduler's state folder."""
         return self.output_dir / FOLDER
 
     def write(self, name: str = JOB) -> Path:
@@ -81,7 +68,6 @@ class ServerJob:
 
     @classmethod
     def read(cls, path: Path) -> "ServerJob":
-        """Read the job in `path`."""
         record: dict[str, Any] = read_json(path)
         record["config"] = ServerConfig.model_validate(record["config"])
         record["output_dir"] = Path(record["output_dir"])

@@ -90,17 +90,14 @@ class LaunchPlan:
 
     @property
     def serves(self) -> bool:
-        """Whether this machine runs the API."""
         return _serves(self.job.config, self.job.mode)
 
     @property
     def file(self) -> Path:
-        """The job file."""
         return self.job.folder / f"job-{self._name}.json"
 
     @property
     def lock(self) -> Path:
-        """The lock file of the launcher."""
         return self.job.folder / f".{self._name}.lock"
 
     def publish(self) -> None:
@@ -118,8 +115,7 @@ class LaunchPlan:
 
     @property
     def _name(self) -> str:
-        """Two servers must not share a folder; workers may share one with a server or other
-        workers."""
+        # Two servers must not share a folder; workers may share one with a server or other workers.
         return "serving" if self.serves else f"workers-{self.job.config.node_rank}"
 
     @property
@@ -133,10 +129,8 @@ class LaunchPlan:
 
 def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None) -> LaunchPlan:
     """Resolve the model, free ports and secrets. Writes nothing that another server reads.
-
     `worker_address`: the address of separately started workers. Raises ConfigError for invalid
-    settings, and CapabilityError for a model that cannot be downloaded.
-    """
+    settings, and CapabilityError for a model that cannot be downloaded."""
     # For its errors, which are then raised before anything is downloaded.
     to_run_config(config)
     env.require_variables(config.pass_env, "pass_env")
@@ -244,10 +238,8 @@ def _local(typed: str, source: Source, patterns: Sequence[str]) -> str:
 
 
 def _image_processor(config: ServerConfig, config_path: str, tokenizer: str) -> str:
-    """The folder of the image processor of a model that takes images; empty for others.
-
-    Raises ConfigError if there is none.
-    """
+    """The folder of the image processor of a model that takes images; empty for others. Raises
+    ConfigError if there is none."""
     file = Path(config_path) / "config.json"
     model_type = read_json_object(file).get("model_type") if file.is_file() else None
     if model_type not in VISION_TYPES or config.backend == "transformers":

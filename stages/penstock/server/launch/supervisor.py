@@ -32,18 +32,15 @@ from penstock.server.launch.multi_node import FirstNode, OtherNode
 from penstock.server.launch.prepare import LaunchPlan
 
 LOOK_SECONDS = 0.1
-HEALTH_SECONDS = 0.5
-"""Seconds between health checks."""
+HEALTH_SECONDS = 0.5  # Seconds between health checks
 MARGIN_SECONDS = 4.0
 """Seconds that the torchrun agent gets beyond the ranks' time, after which it kills them, before it
 is killed itself."""
 ENGINE_MARGIN_SECONDS = 15.0
 """Seconds that the scheduler gets beyond its time for saving, because it waits for other
 processes."""
-LEAVING_SECONDS = 10.0
-"""Seconds for the workers to exit after the scheduler's shutdown message."""
-MACHINES = "machines"
-"""Coordination folder of the nodes, in the server's folder."""
+LEAVING_SECONDS = 10.0  # Seconds for the workers to exit after the scheduler's shutdown message
+MACHINES = "machines"  # Coordination folder of the nodes, in the server's folder
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 FAILING_SECONDS = 10.0
 """Seconds for the other ranks to exit after one has died; their results are lost anyway."""
@@ -91,10 +88,7 @@ def num_local_workers(config: ServerConfig) -> int:
 
 def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
     """The arguments after `python -m`: the agent, which dies with this process, and torchrun's
-    options.
-
-    `folder`: where the agent lists ranks that were killed by a signal.
-    """
+    options. `folder`: where the agent lists ranks that were killed by a signal."""
     endpoint = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
         # Static node ranks, so that rank 0 runs beside the scheduler.
@@ -131,11 +125,9 @@ def workers_environment(config: ServerConfig) -> dict[str, str]:
 
 
 def serve(prepared: LaunchPlan, log: Callable[[str], None]) -> None:
-    """Run the server until it is asked to stop.
-
-    `log` is called with one line per event. Raises StageError if the workers never come up, and
-    ConfigError if another server uses the same folder.
-    """
+    """Run the server until it is asked to stop. `log` is called with one line per event. Raises
+    StageError if the workers never come up, and ConfigError if another server uses the same
+    folder."""
     job = prepared.job
     api = (job.api_host, job.api_port) if prepared.serves else None
     try:
@@ -159,10 +151,8 @@ class Launcher:
 
     children: Sequence[ManagedProcess]
     log: Callable[[str], None]
-    api: tuple[str, int] | None
-    """Address of the API, if this launcher runs it."""
-    given_up: Path | None = None
-    """File whose existence means that workers are no longer restarted."""
+    api: tuple[str, int] | None  # Address of the API, if this launcher runs it
+    given_up: Path | None = None  # File whose existence means that workers are no longer restarted
     is_ready: bool = False
     _signals: list[int] = field(default_factory=list[int])
     _last_health_check: float = 0.0
@@ -203,8 +193,8 @@ class Launcher:
     def _wait_for_workers_to_exit(
         self, serving: Sequence[ManagedProcess], workers: Sequence[ManagedProcess]
     ) -> None:
-        """After a clean exit of the scheduler, the workers exit themselves, and torchrun would
-        treat a signal as a failure. A scheduler on another machine may still be saving."""
+        # After a clean exit of the scheduler, the workers exit themselves, and torchrun would treat
+        # a signal as a failure. A scheduler on another machine may still be saving.
         seconds = 0.0
         if self.is_ready and any(child.name == "engine" and child.ended_well for child in serving):
             seconds = LEAVING_SECONDS
@@ -217,7 +207,7 @@ class Launcher:
             time.sleep(LOOK_SECONDS)
 
     def _check_given_up(self) -> None:
-        """Workers that die before they have ever served have a permanent error."""
+        # Workers that die before they have ever served have a permanent error.
         for child in self.children:
             if child.is_given_up and self.is_ready and self.api is not None:
                 if self.given_up is not None and not self.given_up.exists():

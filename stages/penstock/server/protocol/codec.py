@@ -4,8 +4,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, dataclass_transform
 
 import msgspec
 
-MAX_BYTES = 1 << 30
-"""Maximum frame size in bytes."""
+MAX_BYTES = 1 << 30  # Maximum frame size in bytes
 
 M = TypeVar("M")
 
@@ -89,8 +88,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """A message, or a tagged part of one."""
 
 
-Category = Literal["user", "server", "unknown"]
-"""Who can resolve an error."""
+Category = Literal["user", "server", "unknown"]  # Who can resolve an error
 
 Code = Literal[
     "invalid",  # 400

@@ -4,14 +4,11 @@ from collections.abc import Collection, Mapping
 
 from penstock.server.protocol.types import Loss
 
-TARGETS = "target_tokens"
-"""The input of every loss."""
+TARGETS = "target_tokens"  # The input of every loss
 
-FACTORS = ("weights", "mask")
-"""Inputs that a token's loss is multiplied by, if given."""
+FACTORS = ("weights", "mask")  # Inputs that a token's loss is multiplied by, if given
 
-CLIPS = ("clip_low_threshold", "clip_high_threshold")
-"""Scalars, or per-token inputs."""
+CLIPS = ("clip_low_threshold", "clip_high_threshold")  # Scalars, or per-token inputs
 
 REQUIRED: Mapping[Loss, tuple[str, ...]] = {
     "cross_entropy": (),
@@ -39,8 +36,7 @@ it is the model of `logprobs`."""
 SEVERAL_TARGETS: tuple[Loss, ...] = ("cross_entropy",)
 """Losses that sum over several targets per token, for top-k distillation."""
 
-MAX_TARGETS = 1024
-"""Maximum targets per token; every token of a row is padded to the row's maximum."""
+MAX_TARGETS = 1024  # Maximum targets per token; every token of a row is padded to the row's maximum
 
 PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},

@@ -15,10 +15,8 @@ from typing import Any, Generic, TypeVar
 from penstock.server.protocol.codec import Channel, PeerLostError
 
 HEARTBEAT_SECONDS = 1.0
-CHECK_SECONDS = 1.0
-"""Seconds between checks that the I/O thread is alive."""
-CLOSE_SECONDS = 5.0
-"""Seconds that a closing end waits for outgoing messages."""
+CHECK_SECONDS = 1.0  # Seconds between checks that the I/O thread is alive
+CLOSE_SECONDS = 5.0  # Seconds that a closing end waits for outgoing messages
 
 SentT = TypeVar("SentT")
 ReceivedT = TypeVar("ReceivedT")
@@ -53,10 +51,8 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
             raise self._start_error
 
     def receive(self, timeout: float | None = None) -> ReceivedT | None:
-        """Receive the next message; None if there is none within `timeout` seconds.
-
-        Raises PeerLostError once per loss of the peer.
-        """
+        """Receive the next message; None if there is none within `timeout` seconds. Raises
+        PeerLostError once per loss of the peer."""
         try:
             message = self._received.get(timeout=timeout)
         except queue.Empty:
@@ -66,10 +62,8 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
         return message
 
     def send(self, message: SentT) -> None:
-        """Send the message, from any thread; blocks while the peer is behind.
-
-        Raises FrameError for a message that is too large.
-        """
+        """Send the message, from any thread; blocks while the peer is behind. Raises FrameError for
+        a message that is too large."""
         if self._channel is None or self._closing.is_set() or not self._thread.is_alive():
             return
         sending = asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
@@ -81,7 +75,6 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
                 sending.result()
 
     def close(self) -> None:
-        """Close the channel and stop the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_SECONDS)

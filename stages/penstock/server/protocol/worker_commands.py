@@ -85,8 +85,7 @@ class WeightSyncCommand(WeightSyncOptions, kw_only=True):
     """Sync weights to inference servers."""
 
     endpoints: tuple[Endpoint, ...]
-    api_keys: tuple[Secret | None, ...] = ()
-    """One per endpoint, or none at all."""
+    api_keys: tuple[Secret | None, ...] = ()  # One per endpoint, or none at all
 
 
 WorkerOperation = (
@@ -126,17 +125,13 @@ ToWorkers = Hello | Command | Shutdown
 class Ready(Message):
     """The workers' state."""
 
-    instance: str
-    """Unique id of each start: the state of earlier instances is lost."""
+    instance: str  # Unique id of each start: the state of earlier instances is lost
     served: ServedModel
-    models: tuple[str, ...]
-    """Loaded models."""
+    models: tuple[str, ...]  # Loaded models
     steps: dict[str, int] = field(default_factory=dict[str, int])
     """Number of optimizer steps of each loaded model."""
-    models_with_gradients: tuple[str, ...] = ()
-    """Loaded models with accumulated gradients."""
-    replicas: int = 1
-    """Number of data-parallel replicas, for balanced packing."""
+    models_with_gradients: tuple[str, ...] = ()  # Loaded models with accumulated gradients
+    replicas: int = 1  # Number of data-parallel replicas, for balanced packing
 
 
 class CheckpointSizes(Message):
@@ -145,8 +140,7 @@ class CheckpointSizes(Message):
     state_bytes: int
     """Bytes of a training checkpoint, including optimizer state that only the first step
     creates."""
-    export_bytes: int
-    """Bytes of sampler weights."""
+    export_bytes: int  # Bytes of sampler weights
 
 
 class GenerateResult(Message):

@@ -26,18 +26,14 @@ from penstock.server.protocol.codec import MAX_BYTES, Codec, FrameError, PeerLos
 
 LOG = logging.getLogger(__name__)
 
-HIGH_WATER_MARK = 128
-"""High-water mark: messages queued in a socket before send blocks."""
-OVERHEAD = 1024
-"""Maximum bytes that encryption adds to a frame."""
-LINGER_MS = 500
-"""Milliseconds that a closed end continues to send."""
+HIGH_WATER_MARK = 128  # High-water mark: messages queued in a socket before send blocks
+OVERHEAD = 1024  # Maximum bytes that encryption adds to a frame
+LINGER_MS = 500  # Milliseconds that a closed end continues to send
 RETRY_MS, MAX_RETRY_MS = 50, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 """Heartbeat interval and timeout in milliseconds, also of a message in flight. The operating system
 reports a dead process at once, but not an unreachable machine."""
-RETRY_SEND_SECONDS = 0.01
-"""Seconds between tries to send to a peer that is behind."""
+RETRY_SEND_SECONDS = 0.01  # Seconds between tries to send to a peer that is behind
 FRAME_BYTES = 1 << 22
 """Maximum bytes of a frame of a message. Those of a message of several are sent without a copy."""
 
@@ -235,10 +231,8 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
 
 
 def listening(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The listening end; `tcp://127.0.0.1:*` binds a free port.
-
-    `received`: the union of the received message types. Raises StageError if the address is in use.
-    """
+    """The listening end; `tcp://127.0.0.1:*` binds a free port. `received`: the union of the
+    received message types. Raises StageError if the address is in use."""
     socket = _socket(zmq.ROUTER, address)
     # By default a ROUTER drops messages to unknown peers without an error.
     socket.router_mandatory = True
@@ -251,10 +245,8 @@ def listening(received: Any, address: str, secret: str | None = None) -> "ZmqCha
 
 
 def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The connecting end; the listener need not exist yet.
-
-    `received`: the union of the received message types.
-    """
+    """The connecting end; the listener need not exist yet. `received`: the union of the received
+    message types."""
     socket = _socket(zmq.DEALER, address)
     # By default messages are queued for a connection that is not there yet, and may be lost.
     socket.immediate = True

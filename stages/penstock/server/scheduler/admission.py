@@ -67,7 +67,6 @@ class Admission:
         task.is_checked = True
 
     def on_task_end(self, task: Task) -> None:
-        """The request has ended in any way."""
         operation = task.operation
         if isinstance(operation, CreateModel):
             self._being_created.pop(operation.model, None)

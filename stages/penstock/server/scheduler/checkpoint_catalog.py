@@ -80,7 +80,7 @@ class CheckpointCatalog:
         return ResumePoint(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
     def _exists(self, ref: CheckpointRef) -> bool:
-        """A symbolic link that points outside is not a checkpoint."""
+        # A symbolic link that points outside is not a checkpoint.
         try:
             return self.storage.exists(ref)
         except RequestError:
@@ -95,10 +95,8 @@ class CheckpointCatalog:
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.time)
 
     def delete(self, record: ModelRecord, relative_name: str) -> Path:
-        """Remove a checkpoint from the catalog; returns its new path, to be deleted.
-
-        Raises RequestError.
-        """
+        """Remove a checkpoint from the catalog; returns its new path, to be deleted. Raises
+        RequestError."""
         ref = self._find_own(record, relative_name)
         gone = self.storage.move_to_trash(ref)
         self._drop(record, ref)
@@ -136,7 +134,6 @@ class CheckpointCatalog:
         )
 
     def model_info(self, record: ModelRecord) -> ModelInfo:
-        """A model as reported to clients."""
         checkpoints = self.list_for_model(record)
         of_training = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "training"]
         of_samplers = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "sampler"]

@@ -15,11 +15,9 @@ CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
 Subfolder = Literal["weights", "sampler_weights"]
 """Folders of training checkpoints and of sampler weights."""
 
-INITIAL = "000000"
-"""Name of the initial checkpoint of every model."""
+INITIAL = "000000"  # Name of the initial checkpoint of every model
 
-SAMPLER = ":sample:"
-"""Separator of a session and a sampler number."""
+SAMPLER = ":sample:"  # Separator of a session and a sampler number
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +33,6 @@ class CheckpointRef:
 
     @property
     def relative_name(self) -> str:
-        """Its name relative to its model."""
         return f"{self.subfolder}/{self.name}"
 
 
@@ -50,10 +47,8 @@ def checkpoint_name(name: str) -> str:
 
 
 def parse_checkpoint_path(path: str) -> CheckpointRef:
-    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`.
-
-    Raises RequestError for anything else.
-    """
+    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`. Raises RequestError for
+    anything else."""
     model, _, relative_name = path.partition("/")
     return parse_checkpoint_name(model, relative_name)
 

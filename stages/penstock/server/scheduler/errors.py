@@ -18,7 +18,6 @@ class RequestError(Exception):
         self.category: Category = category or error_category(code)
 
     def failure(self, request_id: str) -> Failure:
-        """The error message for the request of this id."""
         return Failure(id=request_id, error=str(self), category=self.category, code=self.code)
 
 

@@ -16,27 +16,23 @@ from penstock.server.scheduler.queue import RequestQueue, Task
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.state_store import SessionRecord
 
-LONGEST_INTERVAL = 30.0
-"""Maximum seconds between checks."""
+LONGEST_INTERVAL = 30.0  # Maximum seconds between checks
 ENDED_SESSION_SECONDS = 24 * 3600.0
 """Seconds during which requests to an ended session report why it ended; later the session is
 unknown."""
-RETRY_SECONDS = 60.0
-"""Seconds before unloading a model is retried."""
+RETRY_SECONDS = 60.0  # Seconds before unloading a model is retried
 
 
 @dataclass
 class Expiry:
     """Checks for expired sessions and checkpoints."""
 
-    timeout: float
-    """Seconds without activity after which a session is idle."""
+    timeout: float  # Seconds without activity after which a session is idle
     queue: RequestQueue
     sessions: Sessions
     models: Models
     checkpoints: CheckpointCatalog
-    discard: Callable[[list[Path]], None]
-    """Deletes folders in the background."""
+    discard: Callable[[list[Path]], None]  # Deletes folders in the background
     _last_attempts: dict[str, float] = field(default_factory=dict[str, float])
 
     @property
@@ -73,7 +69,6 @@ class Expiry:
         return session is None or session.has_ended or self._is_idle(session)
 
     def unload_reason(self, model: str) -> str:
-        """Why it is unloaded."""
         record = self.models.get(model)
         session = self.sessions.get(record.session) if record else None
         if session is not None and session.has_ended:

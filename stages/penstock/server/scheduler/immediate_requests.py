@@ -20,7 +20,6 @@ from penstock.server.scheduler.validate_request import check_base, check_ttl
 from penstock.server.scheduler.worker_client import WorkerClient
 
 MAX_PAGE = 1000
-"""Maximum models per page."""
 
 
 @dataclass

@@ -14,12 +14,9 @@ from penstock.server.scheduler.state_store import ModelRecord, ResumePoint, Stat
 class LoadedModelState:
     """In-memory state of a loaded model, besides its record."""
 
-    step: int = 0
-    """Number of optimizer steps."""
+    step: int = 0  # Number of optimizer steps
     has_gradients: bool = False
-    """Whether there are accumulated gradients."""
-    lost_gradients: bool = False
-    """Whether the accumulated gradients of the next step were lost."""
+    lost_gradients: bool = False  # Whether the accumulated gradients of the next step were lost
 
 
 class Models:
@@ -62,7 +59,6 @@ class Models:
         return sorted(records, key=lambda record: -record.last_request)
 
     def get_state(self, record: ModelRecord) -> LoadedModelState:
-        """The in-memory state of a model."""
         return self._states.setdefault(record.model, LoadedModelState(step=record.step))
 
     def adopt(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:

@@ -17,14 +17,11 @@ from penstock.server.protocol.results import ForwardBackwardResult, Result
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.state_store import CompletedRequest, QueueState
 
-FIRST = 1
-"""Sequence number of the first request of a model."""
+FIRST = 1  # Sequence number of the first request of a model
 
-MAX_OUTCOMES = 64
-"""Outcomes kept per model for repeated requests."""
+MAX_OUTCOMES = 64  # Outcomes kept per model for repeated requests
 
-MAX_OUTCOME_BYTES = 16 << 20
-"""Maximum bytes of outcomes; the oldest are dropped beyond it."""
+MAX_OUTCOME_BYTES = 16 << 20  # Maximum bytes of outcomes; the oldest are dropped beyond it
 
 SETTLE_SECONDS = 1.0
 """Seconds in which lower sequence numbers may still arrive before the lowest present one is taken
@@ -35,7 +32,6 @@ MAX_SHUTDOWN_STATE_BYTES = 128 << 20
 of each."""
 
 Outcome = Result | RequestError
-"""The outcome of a task."""
 
 
 # Without `eq` lists find a task by identity, and do not compare all arrays of operations.
@@ -45,18 +41,14 @@ class Task:
 
     operation: ModelOperation | Sample
     owner: str
-    model: str | None
-    """The model whose queue it is in; None: sampling, which belongs to no model."""
-    seq: int | None = None
-    """Sequence number; None: after the requests that arrived before it."""
+    model: str | None  # The model whose queue it is in; None: sampling, which belongs to no model
+    seq: int | None = None  # Sequence number; None: after the requests that arrived before it
     request_ids: list[str] = field(default_factory=list[str])
     """The ids of the requests that receive the outcome."""
     is_internal: bool = False
     """Whether the scheduler created it, so that it runs even if all clients are gone."""
     is_checked: bool = False
-    """Whether it has been validated."""
     arrival: int = 0
-    """Arrival number over all tasks."""
     outcome: RequestError | None = None
     """The error of a task that was rejected or cancelled while waiting; its sequence number is
     skipped."""
@@ -120,10 +112,8 @@ class ModelQueue:
 
     def put(self, task: Task) -> Task | Outcome:
         """Add a request. Returns its task, which is an existing one if the sequence number is
-        known; or the outcome of that.
-
-        Raises RequestError if the number belongs to another request, or its outcome was dropped.
-        """
+        known; or the outcome of that. Raises RequestError if the number belongs to another request,
+        or its outcome was dropped."""
         seq = task.seq
         if seq is None:
             self._unnumbered.append(task)
@@ -163,7 +153,6 @@ class ModelQueue:
         return self._numbered[lowest] if lowest <= self._next else None
 
     def begin(self, task: Task) -> None:
-        """The candidate has started."""
         self.remove(task)
         self.running = task
 
@@ -195,10 +184,8 @@ class ModelQueue:
         self._is_next_known = False
 
     def pop_overdue(self, now: float, gap: float) -> Task | None:
-        """The request that has waited `gap` seconds for a missing lower number, which fails.
-
-        If the next number is unknown, the lowest present one runs instead.
-        """
+        """The request that has waited `gap` seconds for a missing lower number, which fails. If the
+        next number is unknown, the lowest present one runs instead."""
         if self.running is not None or self.candidate() is not None or not self._numbered:
             self.stalled_since = None
             return None
@@ -252,7 +239,6 @@ class ModelQueue:
             del self._numbered[task.seq]
 
     def _complete(self, task: Task, outcome: Outcome) -> None:
-        """Record the outcome of a sequence number and advance."""
         assert task.seq is not None
         self._store_outcome(task.seq, type(task.operation), outcome)
         self._next, self._is_next_known = task.seq + 1, True
@@ -286,12 +272,10 @@ class RequestQueue:
         self._num_arrivals = 0
 
     def __len__(self) -> int:
-        """Number of waiting requests."""
         return len(self._sampling_tasks) + sum(len(lane) for lane in self._model_queues.values())
 
     @property
     def running(self) -> list[Task]:
-        """The running tasks."""
         return list(self._running)
 
     def waiting(self) -> list[Task]:
@@ -300,7 +284,6 @@ class RequestQueue:
         return [task for task in [*held, *self._sampling_tasks] if task.outcome is None]
 
     def has_waiting(self, model: str, kind: type) -> bool:
-        """Whether a request of this type waits in this model's queue."""
         lane = self._model_queues.get(model)
         return lane is not None and any(
             task.outcome is None and isinstance(task.operation, kind) for task in lane.waiting()
@@ -323,10 +306,7 @@ class RequestQueue:
 
     def put(self, task: Task) -> Task | Outcome:
         """Enqueue a request. Returns its task, which is an existing one if the sequence number is
-        known; or the outcome of that.
-
-        Raises RequestError if its number is invalid.
-        """
+        known; or the outcome of that. Raises RequestError if its number is invalid."""
         self._num_arrivals += 1
         task.arrival = self._num_arrivals
         if task.model is None:
@@ -348,10 +328,8 @@ class RequestQueue:
         return first
 
     def take_batch(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
-        """Start up to `most` more sampling requests that can be batched with the running one.
-
-        Only if no other request has waited longer.
-        """
+        """Start up to `most` more sampling requests that can be batched with the running one. Only
+        if no other request has waited longer."""
         arrivals = [
             candidate.arrival
             for lane in self._model_queues.values()
@@ -365,7 +343,6 @@ class RequestQueue:
         return alike
 
     def end(self, task: Task, outcome: Outcome) -> None:
-        """A running task has ended."""
         self._running.remove(task)
         if task.model is not None:
             self._model_queue(task.model).end(outcome)
@@ -395,10 +372,8 @@ class RequestQueue:
         return None
 
     def drop_waiting(self) -> list[Task]:
-        """Drop waiting requests, except the scheduler's own.
-
-        They may be submitted again, in any order.
-        """
+        """Drop waiting requests, except the scheduler's own. They may be submitted again, in any
+        order."""
         dropped = [task for task in self.waiting() if not task.is_internal]
         for task in dropped:
             if task.model is None:
@@ -421,7 +396,6 @@ class RequestQueue:
         self._model_queues[model] = ModelQueue(model)
 
     def accept_any_next(self, model: str) -> None:
-        """Accept any next sequence number of this model."""
         self._model_queue(model).accept_any_next()
 
     def left(self) -> dict[str, QueueState]:
@@ -430,7 +404,6 @@ class RequestQueue:
         return {model: lane.left(max_bytes) for model, lane in self._model_queues.items()}
 
     def restore(self, model: str, state: QueueState) -> None:
-        """Restore the state of this model's queue."""
         self._model_queue(model).restore(state)
 
     def forget(self, model: str) -> None:

@@ -21,8 +21,7 @@ class SamplingRequests:
     workers: WorkerClient
     sessions: Sessions
     checkpoints: CheckpointCatalog
-    check: Callable[[Task], None]
-    """Raises RequestError for an invalid request."""
+    check: Callable[[Task], None]  # Raises RequestError for an invalid request
 
     def resolve_path(self, task: Task) -> str | None:
         """The checkpoint path to sample from; None: the base model. Raises RequestError."""
@@ -32,17 +31,14 @@ class SamplingRequests:
         return self.sessions.sampler(operation.sampler, task.owner).path
 
     def is_from(self, path: str | None, task: Task) -> bool:
-        """Whether the task samples from this path."""
         try:
             return self.resolve_path(task) == path
         except RequestError:
             return False
 
     async def sample(self, tasks: list[Task]) -> list[Outcome]:
-        """The outcome of each task, batched where possible.
-
-        Raises WorkersLostError. An error of one task does not affect the others in the batch.
-        """
+        """The outcome of each task, batched where possible. Raises WorkersLostError. An error of
+        one task does not affect the others in the batch."""
         outcomes: dict[int, Outcome] = {}
         groups: dict[str | None, list[int]] = {}
         for index, task in enumerate(tasks):

@@ -77,10 +77,8 @@ class CheckpointSaver:
         user_metadata: Mapping[str, str] = NOTHING,
         only_for: str | None = None,
     ) -> CheckpointRef:
-        """Save sampler weights; `only_for`: a sampler with which they are deleted.
-
-        Raises RequestError.
-        """
+        """Save sampler weights; `only_for`: a sampler with which they are deleted. Raises
+        RequestError."""
         ref = self._new_ref(record, "sampler_weights", name, overwrite=False)
         step = self.models.get_state(record).step
         temp_folder = await self._prepare_temp_folder(

@@ -60,11 +60,9 @@ from penstock.server.weight_sync.allowed_hosts import allowed_hosts
 
 LOG = logging.getLogger(__name__)
 
-CHECK_SECONDS = 0.1
-"""Seconds between checks for requests that wait for a missing sequence number."""
+CHECK_SECONDS = 0.1  # Seconds between checks for requests that wait for a missing sequence number
 
 MIN_STATUS_SECONDS = 0.05
-"""Minimum seconds between status messages."""
 
 
 class Scheduler:
@@ -82,11 +80,9 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._outbox: asyncio.Queue[FromScheduler] = asyncio.Queue()
         self._status_changed = asyncio.Event()
-        self._reported_state: WorkersState | None = None
-        """The last reported state of the workers."""
+        self._reported_state: WorkersState | None = None  # The last reported state of the workers
         self._api_instance: str | None = None
-        self._restored_workers: Ready | None = None
-        """The workers whose models are restored."""
+        self._restored_workers: Ready | None = None  # The workers whose models are restored
         hosts = allowed_hosts(settings.sync_allowed_hosts, requires_keys=settings.requires_keys)
         storage, trash = Storage(settings.output_dir, settings.storage_limit), TrashCollector()
         store = StateStore(storage.root)
@@ -307,7 +303,6 @@ class Scheduler:
         return await self._training.run(operation, task.owner, why)
 
     def _respond_to_all(self, task: Task, outcome: Outcome) -> None:
-        """The response to every request that waits for the task."""
         self._admission.on_task_end(task)
         for request_id in task.request_ids:
             self._respond(request_id, outcome)

@@ -17,8 +17,7 @@ from penstock.server.scheduler.state_store import (
     StateStore,
 )
 
-MAX_METADATA = 64 << 10
-"""Maximum characters of tags and metadata of a session or model."""
+MAX_METADATA = 64 << 10  # Maximum characters of tags and metadata of a session or model
 
 
 class Sessions:
@@ -32,10 +31,7 @@ class Sessions:
 
     def create(self, operation: CreateSession, owner: str) -> SessionRecord:
         """Create a session; or return the one of that name, if it belongs to the owner and has not
-        ended.
-
-        Raises RequestError.
-        """
+        ended. Raises RequestError."""
         name = model_name(operation.session) if operation.session is not None else uuid.uuid4().hex
         session = self._store.sessions.get(name)
         if session is not None and session.owner != owner:
@@ -71,7 +67,6 @@ class Sessions:
         return self._store.sessions.get(session)
 
     def touch(self, session: str) -> None:
-        """Record activity of the client."""
         self._heard[session] = time.monotonic()
 
     def record_heartbeats(self, sessions: tuple[str, ...], owner: str) -> tuple[str, ...]:
@@ -98,7 +93,6 @@ class Sessions:
         return sorted(own, key=lambda record: record.created)
 
     def open(self) -> list[SessionRecord]:
-        """All sessions that have not ended."""
         return [record for record in self._store.sessions.values() if not record.has_ended]
 
     def models(self, session: str) -> list[ModelRecord]:

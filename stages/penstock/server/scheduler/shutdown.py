@@ -40,15 +40,13 @@ class GracefulShutdown:
     training: TrainingRequests
     _requested: asyncio.Event = field(default_factory=asyncio.Event)
     _requested_at: float = 0.0
-    _no_api: asyncio.Event = field(default_factory=asyncio.Event)
-    """Set while no API is connected."""
+    _no_api: asyncio.Event = field(default_factory=asyncio.Event)  # Set while no API is connected
 
     def __post_init__(self) -> None:
         self._no_api.set()
 
     @property
     def is_requested(self) -> bool:
-        """Whether a stop was requested."""
         return self._requested.is_set()
 
     @property
@@ -60,28 +58,22 @@ class GracefulShutdown:
         )
 
     def request_stop(self) -> None:
-        """Request a stop."""
         if not self._requested.is_set():
             LOG.info("stop requested: running requests are completed, and unsaved models are saved")
             self._requested_at = time.monotonic()
             self._requested.set()
 
     def on_api_connected(self) -> None:
-        """An API has connected."""
         self._no_api.clear()
 
     def on_api_lost(self) -> None:
-        """The API has disconnected."""
         self._no_api.set()
         if not self._requested.is_set():
             LOG.warning("the API process is gone; its running requests continue")
 
     def next_task(self) -> Task | None:
-        """The next request to run; during shutdown only those that must still run.
-
-        The rest is not rejected: clients submit it again to the next process, and an error would
-        end them.
-        """
+        """The next request to run; during shutdown only those that must still run. The rest is not
+        rejected: clients submit it again to the next process, and an error would end them."""
         is_requested = self._requested.is_set()
         return self.queue.take(self._must_still_run) if is_requested else self.queue.take()
 
@@ -131,10 +123,7 @@ class GracefulShutdown:
 
     async def _save(self, ended: dict[str, str]) -> None:
         """Save all unsaved models; `ended` receives the reason for each that could not be saved, or
-        "".
-
-        Raises WorkersLostError.
-        """
+        "". Raises WorkersLostError."""
         for record in self.training.unsaved():
             try:
                 ref = await self.training.save(record)

@@ -44,16 +44,13 @@ class Storage:
         return folder
 
     def exists(self, ref: CheckpointRef) -> bool:
-        """Whether it exists."""
         return self.folder(ref).is_dir()
 
     def size(self, ref: CheckpointRef) -> int:
-        """Bytes of its files."""
         return folder_num_bytes(self.folder(ref))
 
     def check_space(self, needed: int, purpose: str) -> None:
-        """Raises RequestError if `needed` more bytes would exceed the limit or fill
-        the disk."""
+        """Raises RequestError if `needed` more bytes would exceed the limit or fill the disk."""
         used = folder_num_bytes(self.root)
         if used + needed > self.limit:
             raise RequestError(
@@ -126,7 +123,6 @@ class TrashCollector:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def discard(self, folders: list[Path]) -> None:
-        """Delete the folders in the background."""
         for folder in folders:
             task = asyncio.create_task(asyncio.to_thread(discard, folder))
             # asyncio itself refers to tasks only weakly.

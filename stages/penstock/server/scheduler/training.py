@@ -54,8 +54,7 @@ class TrainingRequests:
     models: Models
     checkpoints: CheckpointCatalog
     saver: CheckpointSaver
-    allowed_hosts: Collection[str]
-    """Allowed inference servers."""
+    allowed_hosts: Collection[str]  # Allowed inference servers
 
     async def run(
         self, operation: requests.TrainingOperation, owner: str, why: str
@@ -118,7 +117,6 @@ class TrainingRequests:
         return await self.saver.training(record, None)
 
     async def create(self, operation: requests.CreateModel, owner: str) -> results.Result:
-        """Create a model. Raises RequestError."""
         start = None if operation.path is None else self.checkpoints.read(operation.path, owner)
         ready = self.workers.ready
         if ready is None:
@@ -157,7 +155,6 @@ class TrainingRequests:
     async def _undo_create(
         self, record: ModelRecord, previous: ModelRecord | None, error: Exception
     ) -> None:
-        """Undo a partial creation."""
         if self.store.models.get(record.model) is record:
             if previous is None and not record.checkpoints:
                 self.store.delete_model(record.model)
@@ -340,7 +337,7 @@ class TrainingRequests:
             raise
 
     def _is_unsaved(self, record: ModelRecord) -> bool:
-        """A model that was restored and not changed since is already saved, under its own name."""
+        # A model that was restored and not changed since is already saved, under its own name.
         start = record.start
         if record.is_unsaved or start is None or not start.optimizer:
             return True

@@ -34,7 +34,6 @@ from penstock.server.scheduler.sessions import check_metadata
 Numbers = npt.NDArray[Any]
 
 MAX_SEQUENCES = 1024
-"""Maximum sequences per sampling request."""
 
 MAX_TOPK = 1024
 MAX_TOPK_VALUES = 1 << 22
@@ -130,7 +129,7 @@ def _check_images(tokens: Numbers, images: Sequence[Image], served: ServedModel,
 
 
 def _check_finite(arrays: dict[str, Numbers], loc: str) -> None:
-    """Values of masked tokens (factor 0) need not be finite."""
+    # Values of masked tokens (factor 0) need not be finite.
     factors = [arrays[name] for name in FACTORS if name in arrays]
     for name, numbers in arrays.items():
         finite = np.isfinite(numbers.astype(np.float64, copy=False))

@@ -57,18 +57,15 @@ MIB = 1 << 20
 class RankModelView:
     """One rank's view of a model."""
 
-    params: Sequence[LocalParam]
-    """Every parameter, including frozen ones."""
+    params: Sequence[LocalParam]  # Every parameter, including frozen ones
     names: WeightMap
     roles: Roles
     dtype: torch.dtype = torch.bfloat16
     """The dtype to send in; tensors that a checkpoint keeps exact are not cast."""
-    adapting: LoraArgs | None = None
-    """None without adapters."""
+    adapting: LoraArgs | None = None  # None without adapters
     rank: int | None = None
     """The LoRA rank of the adapter, if its storage is padded to a larger rank."""
-    formats: Formats | None = None
-    """Formats of the base model's quantized weights."""
+    formats: Formats | None = None  # Formats of the base model's quantized weights
     multimodal: BaseModelWeights | None = None
     """The base of a multimodal model, whose language model is sent; None for a text model."""
 
@@ -82,10 +79,8 @@ def sync_weights(
     limits: Limits | None = None,
 ) -> SyncWeightsResult | None:
     """Send the model, with merged adapters, to all endpoints of the command. Collective; rank 0
-    returns the result, whose `num_parameters` counts tensors.
-
-    Sends requests only to hosts in `allowed`. Raises SyncError, only on rank 0.
-    """
+    returns the result, whose `num_parameters` counts tensors. Sends requests only to hosts in
+    `allowed`. Raises SyncError, only on rank 0."""
     tensors = FullTensorGather(model_view.params, ranks)
     if not ranks.is_main_process:
         tensors.serve()
@@ -138,7 +133,6 @@ class _WeightSync:
         self._size = 1 + sum(endpoint.world_size for endpoint in command.endpoints)
 
     def run(self) -> SyncWeightsResult:
-        """Run the sync. Raises SyncError."""
         started = time.monotonic()
         limits = self._limits
 

@@ -28,9 +28,7 @@ PARALLELISM_ROUTES = ("/server_info", "/get_server_info")
 """Routes that report the parallelism; the second one is its older name."""
 
 MAX_RESPONSE_BYTES = 4 << 20
-"""Maximum bytes of a response."""
-MAX_MESSAGE = 500
-"""Maximum characters of a response in the log."""
+MAX_MESSAGE = 500  # Maximum characters of a response in the log
 
 NO_RESPONSE = (OSError, http.client.HTTPException, UnicodeError)
 """Errors of a request without response; the last one is for an invalid host name."""
@@ -44,24 +42,17 @@ class Limits:
     """Timeouts in seconds, and tries."""
 
     health: float = 5.0
-    group: float = 120.0
-    """For all ranks to join the group."""
+    group: float = 120.0  # For all ranks to join the group
     pause: float = 60.0
-    pauses: int = 3
-    """Tries of pausing."""
-    flushes: int = 10
-    """Tries of flushing: aborted requests may not have ended yet."""
-    update: float = 300.0
-    """For one bucket."""
+    pauses: int = 3  # Tries of pausing
+    flushes: int = 10  # Tries of flushing: aborted requests may not have ended yet
+    update: float = 300.0  # For one bucket
     tensor: float = 60.0
     """For one tensor over gloo, which cannot be interrupted: other ranks may wait this long after
     an error."""
-    report: float = 2.0
-    """For a server to report why a connection broke, or to join a group late."""
-    recovery: float = 10.0
-    """For servers to resume before an error is raised; they may take longer."""
-    late: float = 120.0
-    """For the response to a resume request."""
+    report: float = 2.0  # For a server to report why a connection broke, or to join a group late
+    recovery: float = 10.0  # For servers to resume before an error is raised; they may take longer
+    late: float = 120.0  # For the response to a resume request
 
 
 class HttpStatusError(Exception):
@@ -109,8 +100,7 @@ class InferenceServer:
     step."""
 
     endpoint: Endpoint
-    key: Secret | None = None
-    """The server's API key."""
+    key: Secret | None = None  # The server's API key
 
     def require_alive(self, seconds: float) -> None:
         """Raises SyncError unless it is healthy."""
@@ -133,11 +123,9 @@ class InferenceServer:
             raise refused(fault, self.endpoint)
 
     def sizes(self, seconds: float) -> EngineParallelism | None:
-        """The reported parallelism; None if it reports none or does not respond.
-
-        Raises SyncError if it requires a key and none is set. A key that is rejected here may be
-        valid for weight updates: a server may have two keys.
-        """
+        """The reported parallelism; None if it reports none or does not respond. Raises SyncError
+        if it requires a key and none is set. A key that is rejected here may be valid for weight
+        updates: a server may have two keys."""
         for path in PARALLELISM_ROUTES:
             try:
                 parallelism = _parse_parallelism(self._request("GET", path, None, seconds))
@@ -204,7 +192,6 @@ class InferenceServer:
         raise HttpStatusError(answer.status, fault)
 
     def _to_sync_error(self, step: Step, path: str, error: Exception) -> SyncError:
-        """The error for a failed request."""
         fault = f"{path}: {_describe_error(error)}"
         if not isinstance(error, HttpStatusError) or error.status not in UNAUTHORIZED:
             return SyncError(fault, step=step, endpoint=self.endpoint)
@@ -248,7 +235,7 @@ def is_absent(error: BaseException | None) -> bool:
 
 
 def _parse_parallelism(read: Any) -> EngineParallelism | None:
-    """Read only these fields: the response contains the server's own keys."""
+    # Read only these fields: the response contains the server's own keys.
     if not isinstance(read, dict):
         return None
     sizes = [read.get(name, 1) for name in ("tp_size", "pp_size", "dp_size")]

@@ -30,18 +30,14 @@ class BatchDispatcher:
 
     run: RunConfig
     num_replicas: int
-    replica: int
-    """The replica of this rank."""
+    replica: int  # The replica of this rank
     pin_memory: bool = False
 
     def build_micro_batches(
         self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
     ) -> list[LossBatch]:
         """This replica's micro-batches, one per row; every replica has the same number, padded with
-        empty ones.
-
-        Raises CommandError unless the rows contain every sample exactly once.
-        """
+        empty ones. Raises CommandError unless the rows contain every sample exactly once."""
         if sorted(number for row in rows for number in row) != list(range(len(samples))):
             raise CommandError("internal", f"rows do not hold each of {len(samples)} samples once")
         own_rows = [list(row) for row in rows[self.replica :: self.num_replicas]]
@@ -79,7 +75,7 @@ class BatchDispatcher:
         return count
 
     def _pad_to(self) -> PadTo:
-        """Pipeline stages exchange micro-batches of one length."""
+        # Pipeline stages exchange micro-batches of one length.
         if self.run.train.pipeline_parallel_size == 1:
             return "own"
         if self.run.train.pp_variable_seq_lengths:

@@ -35,14 +35,10 @@ Numbers = npt.NDArray[np.float32]
 class Sample:
     """A validated client sample."""
 
-    tokens: npt.NDArray[np.int32]
-    """[T]."""
-    targets: npt.NDArray[np.int32]
-    """[T] or [T, K]; IGNORED where there is none."""
-    loss_inputs: Mapping[str, Numbers]
-    """Loss inputs by field name, in the shape of the targets."""
-    images: tuple[RowImage, ...] = ()
-    """In the order of their tokens."""
+    tokens: npt.NDArray[np.int32]  # [T]
+    targets: npt.NDArray[np.int32]  # [T] or [T, K]; IGNORED where there is none
+    loss_inputs: Mapping[str, Numbers]  # Loss inputs by field name, in the shape of the targets
+    images: tuple[RowImage, ...] = ()  # In the order of their tokens
 
     @property
     def num_targets(self) -> int:

@@ -30,8 +30,7 @@ from penstock.server.protocol.worker_commands import (
 )
 from penstock.server.worker.errors import error_code
 
-IDLE_SECONDS = 5.0
-"""Interval of rank 0's idle broadcasts, so that other ranks do not time out."""
+IDLE_SECONDS = 5.0  # Interval of rank 0's idle broadcasts, so that other ranks do not time out
 
 log = logging.getLogger("penstock.server.worker")
 
@@ -64,11 +63,9 @@ def serve(
     end: ChannelEnd | None = None,
     ready: Callable[[], Ready] | None = None,
 ) -> None:
-    """Run commands until the scheduler sends Shutdown. Only rank 0 has `end` and `ready`.
-
-    Raises UnrecoverableError once the ranks' state may differ; the error has been sent to the
-    scheduler.
-    """
+    """Run commands until the scheduler sends Shutdown. Only rank 0 has `end` and `ready`. Raises
+    UnrecoverableError once the ranks' state may differ; the error has been sent to the
+    scheduler."""
     while True:
         message = _receive(end, ready) if end and ready else None
         frame = broadcast.broadcast(_encode_without_keys(message))
@@ -93,8 +90,7 @@ class Outcome:
     """The outcome of a command, the same on all ranks except for rank 0's result."""
 
     reply: Reply | CommandFailure
-    unrecoverable: str = ""
-    """Why the ranks cannot continue; empty: they can."""
+    unrecoverable: str = ""  # Why the ranks cannot continue; empty: they can
 
 
 def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBroadcast) -> Outcome:

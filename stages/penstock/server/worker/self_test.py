@@ -18,8 +18,7 @@ from penstock.server.protocol.worker_commands import (
 from penstock.server.worker.handlers import CommandHandlers
 
 NAME = "self-test"
-TOKENS = 64
-"""Tokens per sample."""
+TOKENS = 64  # Tokens per sample
 
 
 def self_test(handlers: CommandHandlers) -> None:

@@ -6,11 +6,9 @@ from collections.abc import Mapping, Sequence
 
 from penstock.server.api.errors import ApiError
 
-NOBODY = "local"
-"""The owner of everything if no keys are required."""
+NOBODY = "local"  # The owner of everything if no keys are required
 
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-"""Host names of this machine for itself."""
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # Host names of this machine for itself
 
 
 def owner_of_key(key: str) -> str:
@@ -25,11 +23,9 @@ class ApiKeys:
         self._digests = {hashlib.sha256(key.encode()).digest(): owner_of_key(key) for key in keys}
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """The owner of a request, from `X-API-Key` or `Authorization: Bearer`.
-
-        Raises ApiError (401) for an unknown key; and, if no keys are required, 421 for the host
-        name of another machine, which prevents DNS rebinding from a browser.
-        """
+        """The owner of a request, from `X-API-Key` or `Authorization: Bearer`. Raises ApiError
+        (401) for an unknown key; and, if no keys are required, 421 for the host name of another
+        machine, which prevents DNS rebinding from a browser."""
         if not self._digests:
             host = headers.get("host", "")
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]

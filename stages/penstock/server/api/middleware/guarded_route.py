@@ -32,7 +32,6 @@ class OpenRoute(APIRoute):
     """A route without authentication."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap the framework's handler."""
         serve = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:

@@ -6,8 +6,7 @@ from collections.abc import Callable
 
 from penstock.server.api.errors import ApiError
 
-MAX_OWNERS = 10_000
-"""Maximum number of buckets; full ones are dropped first."""
+MAX_OWNERS = 10_000  # Maximum number of buckets; full ones are dropped first
 
 
 class RateLimit:

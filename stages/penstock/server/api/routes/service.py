@@ -18,8 +18,7 @@ from penstock.server.api.wire.decode_params import (
 )
 from penstock.server.protocol import requests, results
 
-MAX_MODELS = 1000
-"""Maximum number of models in `session_info`; the newest are listed."""
+MAX_MODELS = 1000  # Maximum number of models in `session_info`; the newest are listed
 
 router = guarded_router("service")
 public_router = APIRouter(route_class=OpenRoute, tags=["health"])

@@ -24,19 +24,16 @@ from penstock.server.api.wire.tensors import (
 )
 from penstock.server.protocol.images import Image
 
-MAX_IMAGES = 512
-"""Maximum number of distinct images of a request."""
+MAX_IMAGES = 512  # Maximum number of distinct images of a request
 MAX_IMAGE_BYTES = 128 << 20
 """Maximum bytes of the tensors of all distinct images of a request. A small file may have many
 pixels."""
-MAX_BASE64 = 180 << 20
-"""Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64."""
+MAX_BASE64 = 180 << 20  # Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64
 
 TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}
 
-ONLY_TEXT = "text alone is trained on here"
-"""Why a model that takes no images refuses a chunk."""
+ONLY_TEXT = "text alone is trained on here"  # Why a model that takes no images refuses a chunk
 
 WHY_NOT = {
     "image_asset_pointer": "send the image itself, as a chunk of type 'image'",
@@ -86,10 +83,8 @@ class ModelInput(NamedTuple):
 class ChunkDecoder:
     """Decodes the model inputs of one request, and keeps its images."""
 
-    expander: ImageExpander | None
-    """None: the model takes no images."""
-    images: list[Image] = field(default_factory=list[Image])
-    """The distinct images so far."""
+    expander: ImageExpander | None  # None: the model takes no images
+    images: list[Image] = field(default_factory=list[Image])  # The distinct images so far
     _expanded: dict[bytes, tuple[int, Tokens]] = field(
         default_factory=dict[bytes, tuple[int, Tokens]]
     )

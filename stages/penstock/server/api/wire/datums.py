@@ -36,8 +36,7 @@ from penstock.server.protocol.losses import (
 )
 from penstock.server.protocol.types import Array, Datum, Loss
 
-IGNORED = -100
-"""The label of untrained tokens (ignore_index)."""
+IGNORED = -100  # The label of untrained tokens (ignore_index)
 
 RATIO_MASK = "sequence_ratio_mask"
 """The SDK's input of `gspo`: the mask of tokens that the sequence importance ratio covers."""
@@ -73,11 +72,8 @@ def datums_from_json(
 
 def count_values_in_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
     """Number of values in the SDK's samples with sparse tensors densified, computed from shapes and
-    lengths without decoding.
-
-    Raises ApiError: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS targets per token, and for
-    inputs that the loss does not take.
-    """
+    lengths without decoding. Raises ApiError: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS
+    targets per token, and for inputs that the loss does not take."""
     total = 0
     for index, datum in enumerate(data):
         loc, inputs = f"sample {index}", datum.loss_fn_inputs
@@ -110,7 +106,6 @@ def count_values_in_json(
 
 
 def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, loc: str) -> int:
-    """Add the number of values of one more sample."""
     targets = shapes.get(TARGETS, ())
     is_several = loss in SEVERAL_TARGETS and len(targets) == 2 and targets[0] > 1
     if is_several and targets[1] > MAX_TARGETS:
@@ -185,7 +180,7 @@ def _check_model_inputs(written: Mapping[str, Any], length: int, loc: str) -> No
 
 
 def _check_names(names: Collection[str], loss: Loss, loc: str) -> None:
-    """Checked before decoding, so that unsupported inputs cost nothing."""
+    # Checked before decoding, so that unsupported inputs cost nothing.
     if fault := inputs_fault(loss, names, *((RATIO_MASK,) if loss == "gspo" else ())):
         raise ApiError(f"{loc} {fault}")
 
@@ -217,11 +212,8 @@ def _build_datum(model_input: ModelInput, arrays: LossInputArrays, loss: Loss, l
 
 
 def _apply_ratio_mask(factors: LossInputArrays, loc: str) -> None:
-    """Set the mask to the tokens of the sequence importance ratio.
-
-    Raises ApiError if other tokens have a nonzero advantage, or if tokens of the ratio have zero
-    weight or mask.
-    """
+    """Set the mask to the tokens of the sequence importance ratio. Raises ApiError if other tokens
+    have a nonzero advantage, or if tokens of the ratio have zero weight or mask."""
     is_of_ratio = factors.pop(RATIO_MASK) != 0
     if any(np.any(factors[name][is_of_ratio] == 0) for name in FACTORS if name in factors):
         raise ApiError(f"{loc} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1")

@@ -16,10 +16,8 @@ from penstock.server.api.schemas.requests import (
 from penstock.server.protocol import types
 from penstock.server.protocol.types import AdamParams, LoraConfig, OptimizerConfig, SamplingParams
 
-STEP = "optimizer."
-"""Metadata key prefix of optimizer parameters of a model."""
-DISPLAY_NAME = "session.display_name"
-"""Metadata key of a session's display name."""
+STEP = "optimizer."  # Metadata key prefix of optimizer parameters of a model
+DISPLAY_NAME = "session.display_name"  # Metadata key of a session's display name
 
 
 def parse_lora(body: LoraBody | None) -> LoraConfig | None:

@@ -26,15 +26,13 @@ class _XorlLoss:
     """An xorl loss: its name here, the names of its parameters here, and its defaults."""
 
     loss: Loss
-    clip: tuple[float, float] | None = None
-    """`eps_clip` and `eps_clip_high` if not given."""
+    clip: tuple[float, float] | None = None  # `eps_clip` and `eps_clip_high` if not given
     renamed: Mapping[str, str] | None = None
     neutral: Mapping[str, tuple[Any, ...]] | None = None
     """Parameters that are only accepted at values with no effect."""
 
 
-LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}
-"""SDK losses by name."""
+LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}  # SDK losses by name
 
 _OFF = (None, False, 0, 0.0)
 _DRGRPO = _XorlLoss(

@@ -45,16 +45,12 @@ from penstock.server.protocol.types import Datum, LossReduction
 B = TypeVar("B", bound=BaseModel)
 SampleCall = Literal["forward", "forward_backward", "asample"]
 
-WINDOW = 1 << 27
-"""Maximum window size in bytes for decompression."""
-MAX_VALUES = 1 << 25
-"""Maximum number of commas, colons and brackets in a JSON body."""
-MAX_CONTAINERS = 1 << 21
-"""Maximum number of arrays and objects in a JSON body."""
+WINDOW = 1 << 27  # Maximum window size in bytes for decompression
+MAX_VALUES = 1 << 25  # Maximum number of commas, colons and brackets in a JSON body
+MAX_CONTAINERS = 1 << 21  # Maximum number of arrays and objects in a JSON body
 MAX_SAMPLES = 65536
 
-INLINE_BYTES = 1 << 16
-"""Maximum decompressed bytes for decoding in the event loop."""
+INLINE_BYTES = 1 << 16  # Maximum decompressed bytes for decoding in the event loop
 INLINE_SAMPLES = 64
 INLINE_NUMBERS = 1 << 16
 """Maximum samples, and values with sparse tensors densified, for decoding in the event loop."""
@@ -64,16 +60,12 @@ class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How to decode a body."""
 
     call: SampleCall
-    kind: str
-    """Its media type."""
-    encoding: str
-    """`identity` or `zstd`."""
-    max_bytes: int
-    """Maximum bytes after decompression."""
+    kind: str  # Its media type
+    encoding: str  # `identity` or `zstd`
+    max_bytes: int  # Maximum bytes after decompression
     takes_images: bool = False
     request_id: str = ""
-    owner: str = ""
-    """The id and owner of its request."""
+    owner: str = ""  # The id and owner of its request
 
 
 class DecodedBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +75,9 @@ class DecodedBody(msgspec.Struct, frozen=True, kw_only=True):
     forward_only: bool = False
     base_model: str | None = None
     """The base model to sample from, if there is no sampler and no path."""
-    retry_key: str = ""
-    """Idempotency key, if the client's names identify a repeated request."""
+    retry_key: str = ""  # Idempotency key, if the client's names identify a repeated request
     last_prompt_logprobs: int | None = None
-    count: int = 1
-    """Number of sequences to sample."""
+    count: int = 1  # Number of sequences to sample
     model: str | None = None
 
 
@@ -98,8 +88,7 @@ class BodyError(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     category: Category = "user"
     code: Code = "invalid"
-    faults: list[dict[str, Any]] | None = None
-    """The validation errors."""
+    faults: list[dict[str, Any]] | None = None  # The validation errors
     model_and_seq: dict[str, Any] | None = None
     """The model and sequence number of an invalid request."""
 

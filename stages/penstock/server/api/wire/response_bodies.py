@@ -34,12 +34,9 @@ ResultEncoding = Literal["json", "protobuf"]
 
 INLINE_BYTES = {"json": 1 << 17, "protobuf": 1 << 22}
 """Maximum array bytes of a result for encoding in the event loop."""
-INLINE_ARRAYS = 512
-"""Maximum number of samples for encoding in the event loop."""
-MAX_JSON_BYTES = 16 << 20
-"""Maximum array bytes of a JSON result; JSON takes six times as many."""
-CHUNK_BYTES = 1 << 16
-"""Chunk size of a response in bytes, sent as the client reads."""
+INLINE_ARRAYS = 512  # Maximum number of samples for encoding in the event loop
+MAX_JSON_BYTES = 16 << 20  # Maximum array bytes of a JSON result; JSON takes six times as many
+CHUNK_BYTES = 1 << 16  # Chunk size of a response in bytes, sent as the client reads
 
 TOO_LARGE = Failure(
     id="",
@@ -56,8 +53,7 @@ NOT_FINITE = (
     " was out of range"
 )
 
-OPTIMIZER_STEP = "optimizer_step"
-"""The SDK's name of `step`: the number of optimizer steps taken."""
+OPTIMIZER_STEP = "optimizer_step"  # The SDK's name of `step`: the number of optimizer steps taken
 
 _JSON_DTYPES = {"float32": "float32", "int64": "int64", "int32": "int64"}
 
@@ -67,8 +63,7 @@ _PROTO_DTYPES = {
     "int32": pb.DTYPE_INT32,
 }
 
-NO_LOGPROB = -99999.0
-"""The SDK's marker of a position without top-k logprobs."""
+NO_LOGPROB = -99999.0  # The SDK's marker of a position without top-k logprobs
 
 
 class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -262,7 +257,6 @@ class ChunkedResponse(Response):
     """A response sent in chunks, so that no connection buffers a copy."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         del scope, receive
         head = {"type": "http.response.start", "status": self.status_code}
         await send(head | {"headers": self.raw_headers})

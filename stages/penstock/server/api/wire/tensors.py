@@ -33,10 +33,8 @@ Numbers = npt.NDArray[np.int64 | np.float32]
 
 
 def from_list(data: Sequence[Any], loc: str) -> Numbers:
-    """Convert nested lists of numbers: int64 if all are integers, else float32.
-
-    `loc` names them in the ApiError raised if they are not numbers, ragged, or too large.
-    """
+    """Convert nested lists of numbers: int64 if all are integers, else float32. `loc` names them in
+    the ApiError raised if they are not numbers, ragged, or too large."""
     # First as objects: in a string array, one long string would make every element as long.
     try:
         values = np.asarray(data, dtype=object)
@@ -204,7 +202,7 @@ def _dense(
     shape: tuple[int, ...] | None,
     loc: str,
 ) -> Numbers:
-    """Densify compressed sparse rows (CSR): row r has the entries rows[r]..rows[r + 1]."""
+    # Densify compressed sparse rows (CSR): row r has the entries rows[r]..rows[r + 1].
     if shape is None or len(shape) != 2:
         raise ApiError(f"{loc} is sparse, and needs a shape of rows and columns")
     fits = (
