@@ -77,8 +77,8 @@ class ManagedProcess:
         ended = f"ended with status {status}"
         if status < 0:
             # Of real-time signals `Signals` knows the first and the last alone.
-            known = -status in set(signal.Signals)
-            name = signal.Signals(-status).name if known else f"signal {-status}"
+            is_named = -status in set(signal.Signals)
+            name = signal.Signals(-status).name if is_named else f"signal {-status}"
             ended = f"was ended by {name}"
         if self.most_deaths is not None and self.deaths > self.most_deaths:
             self.is_given_up = True

@@ -92,7 +92,7 @@ class WorkerClient:
                         self.mark_lost("other workers replaced them")
 
     async def send_loop(self) -> None:
-        # Send loop; only this task waits for a slow peer.
+        # Only this task waits for a slow peer.
         while True:
             message = await self._outbox.get()
             try:

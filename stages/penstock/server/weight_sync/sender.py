@@ -154,7 +154,7 @@ class _WeightSync:
                 self._update(group, names, flush=last and not flushed, ends=last)
             name = {"group_name": self._order.group_name}
             path = "/destroy_weights_update_group"
-            self._post(path, name, "destroy", limits.pause, ours=group.close)
+            self._post(path, name, "destroy", limits.pause, own_part=group.close)
             self._post("/continue_generation", {}, "continue", limits.pause)
         except BaseException:
             self._recover(group)
@@ -248,7 +248,7 @@ class _WeightSync:
             # A server with a partial update does not have that version yet.
             body["weight_version"] = command.weight_version
         send, path = partial(group.broadcast, tensors), "/update_weights_from_distributed"
-        self._post(path, body, "update", self._limits.update, ours=send)
+        self._post(path, body, "update", self._limits.update, own_part=send)
 
     def _recover(self, group: ExternalProcessGroup) -> None:
         """Leave the process group, and tell every reachable server to leave it and resume
@@ -277,26 +277,26 @@ class _WeightSync:
         seconds: float,
         *,
         tries: int = 1,
-        ours: Callable[[], None] | None = None,
+        own_part: Callable[[], None] | None = None,
     ) -> None:
-        """Send one request to all servers; `ours` is our part, as in `_call_all`."""
+        """Send one request to all servers; `own_part` is our part, as in `_call_all`."""
 
         def post(server: InferenceServer) -> None:
             server.post(path, body, step=step, seconds=seconds, tries=tries)
 
-        self._call_all(post, step, seconds * tries, ours)
+        self._call_all(post, step, seconds * tries, own_part)
 
     def _call_all(
         self,
         ask: Callable[[InferenceServer], None],
         step: Step,
         seconds: float,
-        ours: Callable[[], None] | None = None,
+        own_part: Callable[[], None] | None = None,
     ) -> None:
         """Wait for the servers, in order, and for our own part, until one fails. A server's own
         error takes precedence over errors here or at other servers."""
         calls = [run_in_background(partial(ask, server)) for server in self._servers]
-        sending = run_in_background(ours) if ours else None
+        sending = run_in_background(own_part) if own_part else None
         everything = [*calls, sending] if sending else calls
         done, _ = wait(
             everything, timeout=seconds + self._limits.report, return_when=FIRST_EXCEPTION

@@ -116,21 +116,21 @@ class ChunkDecoder:
         several = kinds.count(IMAGE) > 1
         tokens, images = [np.zeros(0, np.int64)], list[int]()
         for number, (chunk, kind) in enumerate(zip(chunks, kinds, strict=True)):
-            here = f"chunk {number} of {loc}"
+            chunk_loc = f"chunk {number} of {loc}"
             if kind == TEXT:
-                tokens.append(read_text(chunk, loc, here))
+                tokens.append(read_text(chunk, loc, chunk_loc))
                 continue
             if self.expander is None or kind != IMAGE:
                 why = WHY_NOT.get(kind, "text and images are read here")
                 why = ONLY_TEXT if self.expander is None else why
                 raise ApiError(f"{loc} has a chunk of {kind[:50]!r}: {why}")
-            content, format, expected = read_image(chunk, here)
-            index, image_tokens = self.expand(content, format, here, several=several)
+            content, format, expected = read_image(chunk, chunk_loc)
+            index, image_tokens = self.expand(content, format, chunk_loc, several=several)
             if expected is not None and expected != len(image_tokens):
                 raise ApiError(
-                    f"{here} is an image of {len(image_tokens)} tokens, and its expected_tokens is"
-                    f" {expected}: compute it with the image processor of the model, or leave it"
-                    " out"
+                    f"{chunk_loc} is an image of {len(image_tokens)} tokens, and its"
+                    f" expected_tokens is {expected}: compute it with the image processor of the"
+                    " model, or leave it out"
                 )
             tokens.append(image_tokens)
             images.append(index)
@@ -185,21 +185,21 @@ def flatten(numbers: Tokens, loc: str) -> Tokens:
     return per_token(numbers, numbers.size, loc) if numbers.size else numbers.reshape(0)
 
 
-def _text_from_proto(chunk: pb.Chunk, loc: str, _here: str) -> Tokens:
+def _text_from_proto(chunk: pb.Chunk, loc: str, _chunk_loc: str) -> Tokens:
     return tokens_from_bytes(chunk.encoded_text.tokens, loc)
 
 
-def _image_from_proto(chunk: pb.Chunk, here: str) -> EncodedImage:
+def _image_from_proto(chunk: pb.Chunk, chunk_loc: str) -> EncodedImage:
     image = chunk.image
     if image.HasField("override_dimensions"):
-        raise ApiError(f"{here} has override_dimensions, which is not read")
+        raise ApiError(f"{chunk_loc} has override_dimensions, which is not read")
     expected = image.expected_tokens if image.HasField("expected_tokens") else None
     return image.data, image.format, expected
 
 
-def _text_from_json(chunk: Mapping[str, Any], loc: str, here: str) -> Tokens:
+def _text_from_json(chunk: Mapping[str, Any], loc: str, chunk_loc: str) -> Tokens:
     if not isinstance(chunk.get("tokens"), list):
-        raise ApiError(f"{here} has no list of tokens")
+        raise ApiError(f"{chunk_loc} has no list of tokens")
     return flatten(to_integers(from_list(chunk["tokens"], loc), loc), loc)
 
 
