@@ -189,8 +189,7 @@ class Futures:
         future = self._futures.get(name)
         if future is None or future.owner != owner:
             raise ApiError(
-                f"{name[:100]!r} is no stored future of yours; send its request again",
-                code="gone",
+                f"{name[:100]!r} is no stored future of yours; send its request again", code="gone"
             )
         return future
 

@@ -75,19 +75,16 @@ class SessionHeartbeats:
             # Replaced before the first await: heartbeats that arrive meanwhile are in the new one.
             untold, self._unsent = self._unsent, defaultdict(set)
             for owner, sessions in untold.items():
-                await self._send_heartbeats(owner, sessions)
+                try:
+                    gone = await self._gone(owner, tuple(sessions))
+                except Exception as error:  # noqa: BLE001 - an error must not end the sessions
+                    # A scheduler that is disconnected or slow is informed the next time.
+                    LOG.warning("heartbeats could not be forwarded: %s", error)
+                    self._unsent[owner] |= sessions
+                    continue
+                for session in gone:
+                    self.forget(owner, session)
             oldest = self._clock() - KEPT_SECONDS
             self._heard = {
                 name: heard_at for name, heard_at in self._heard.items() if heard_at > oldest
             }
-
-    async def _send_heartbeats(self, owner: str, sessions: set[str]) -> None:
-        try:
-            gone = await self._gone(owner, tuple(sessions))
-        except Exception as error:  # noqa: BLE001 - an error must not end the sessions
-            # A scheduler that is disconnected or slow is informed the next time.
-            LOG.warning("heartbeats could not be forwarded: %s", error)
-            self._unsent[owner] |= sessions
-            return
-        for session in gone:
-            self.forget(owner, session)

@@ -37,12 +37,7 @@ from penstock.server.launch.addresses import (
     workers_bind,
 )
 from penstock.server.launch.job import FOLDER, Mode, ServerJob
-from penstock.server.protocol.secret import (
-    new_secret,
-    read_secret,
-    require_private,
-    write_secret,
-)
+from penstock.server.protocol.secret import new_secret, read_secret, require_private, write_secret
 
 PACKAGES = {
     "fastapi": "fastapi",

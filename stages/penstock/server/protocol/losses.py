@@ -1,6 +1,7 @@
 """Loss inputs and parameters that clients may set: per-token inputs, and scalars. No torch."""
 
 from collections.abc import Collection, Mapping
+from typing import get_args
 
 from penstock.server.protocol.types import Loss
 
@@ -11,13 +12,7 @@ FACTORS = ("weights", "mask")  # Inputs that a token's loss is multiplied by, if
 CLIPS = ("clip_low_threshold", "clip_high_threshold")  # Scalars, or per-token inputs
 
 REQUIRED: Mapping[Loss, tuple[str, ...]] = {
-    "cross_entropy": (),
-    "importance_sampling": ("logprobs", "advantages"),
-    "ppo": ("logprobs", "advantages"),
-    "cispo": ("logprobs", "advantages"),
-    "dro": ("logprobs", "advantages"),
-    "gspo": ("logprobs", "advantages"),
-    "drgrpo": ("logprobs", "advantages"),
+    loss: () if loss == "cross_entropy" else ("logprobs", "advantages") for loss in get_args(Loss)
 }
 """Required inputs besides the targets."""
 

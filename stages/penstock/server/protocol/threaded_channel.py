@@ -91,9 +91,23 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
             return
         finally:
             self._ready.set()
-        tasks = [asyncio.create_task(self._receive_loop(self._channel))]
-        if self._heartbeat is not None:
-            tasks.append(asyncio.create_task(self._heartbeat_loop(self._channel, self._heartbeat)))
+        channel, heartbeat = self._channel, self._heartbeat
+
+        async def receive_loop() -> None:
+            while True:
+                try:
+                    self._received.put(await channel.receive())
+                except PeerLostError as error:
+                    self._received.put(error)
+
+        async def heartbeat_loop(message: Callable[[], SentT]) -> None:
+            while True:
+                await asyncio.sleep(self._interval)
+                await channel.send(message())
+
+        tasks = [asyncio.create_task(receive_loop())]
+        if heartbeat is not None:
+            tasks.append(asyncio.create_task(heartbeat_loop(heartbeat)))
         closing = asyncio.create_task(self._closing.wait())
         await asyncio.wait({closing, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         for task in (closing, *tasks):
@@ -102,18 +116,4 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
             if isinstance(outcome, Exception):
                 # Otherwise a waiting receiver would block forever.
                 self._received.put(outcome)
-        self._channel.close()
-
-    async def _receive_loop(self, channel: Channel[Any, Any]) -> None:
-        while True:
-            try:
-                self._received.put(await channel.receive())
-            except PeerLostError as error:
-                self._received.put(error)
-
-    async def _heartbeat_loop(
-        self, channel: Channel[Any, Any], heartbeat: Callable[[], SentT]
-    ) -> None:
-        while True:
-            await asyncio.sleep(self._interval)
-            await channel.send(heartbeat())
+        channel.close()

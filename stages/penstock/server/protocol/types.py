@@ -8,15 +8,7 @@ import numpy.typing as npt
 
 DType = Literal["float32", "int64", "int32"]  # Wire dtype, by numpy name; little-endian
 
-Loss = Literal[
-    "cross_entropy",
-    "importance_sampling",
-    "ppo",
-    "cispo",
-    "dro",
-    "gspo",
-    "drgrpo",
-]
+Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "drgrpo"]
 """The loss of a forward-backward pass."""
 
 LossReduction = Literal["sum", "token"]

@@ -12,7 +12,7 @@ the next peer by the connecting end, and dropped by the listening end.
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -76,18 +76,15 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
         """The address that the socket is bound or connected to, with its actual port."""
         return self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def open(self, *, bind: str | None = None, connect: str | None = None) -> None:
-        """Bind or connect. Raises StageError if the address cannot be bound."""
+    def open(self, attach: Callable[[str], Any], address: str) -> None:
+        """`attach` binds or connects the socket. Raises StageError if it cannot."""
         self._watch_task = asyncio.create_task(self._watch_events())
         try:
-            if bind is not None:
-                self._socket.bind(bind)
-            if connect is not None:
-                self._socket.connect(connect)
+            attach(address)
         except zmq.ZMQError as error:
             self.close()
             raise StageError(
-                f"{bind or connect} cannot be used as an address here: {error}.\n"
+                f"{address} cannot be used as an address here: {error}.\n"
                 "  Another server may listen there; name another port or host."
             ) from error
 
@@ -240,7 +237,7 @@ def listening(received: Any, address: str, secret: str | None = None) -> "ZmqCha
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = _keys(secret)
     channel: ZmqChannel[Any, Any] = ZmqChannel(socket, received)
-    channel.open(bind=address)
+    channel.open(socket.bind, address)
     return channel
 
 
@@ -256,7 +253,7 @@ def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqCh
         socket.curve_serverkey = _keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     channel: ZmqChannel[Any, Any] = ZmqChannel(socket, received)
-    channel.open(connect=address)
+    channel.open(socket.connect, address)
     return channel
 
 

@@ -135,8 +135,7 @@ class Admission:
         if record is not None and record.owner == owner and record.is_open and is_same:
             return True
         raise RequestError(
-            "exists",
-            f"there is a model {operation.model}.\n  Unload it, or choose another name.",
+            "exists", f"there is a model {operation.model}.\n  Unload it, or choose another name."
         )
 
     def _check_model_limits(self, operation: CreateModel, owner: str) -> None:

@@ -125,12 +125,7 @@ class Models:
         self._store.save_model(record)
 
     def mark_restored(
-        self,
-        record: ModelRecord,
-        instance: str,
-        sizes: CheckpointSizes,
-        *,
-        was_changing: bool,
+        self, record: ModelRecord, instance: str, sizes: CheckpointSizes, *, was_changing: bool
     ) -> None:
         """The workers have restored it from its checkpoint. `was_changing`: when the previous
         workers died."""

@@ -95,8 +95,7 @@ class CheckpointSaver:
             ref = CheckpointRef(record.model, subfolder, name)
             if not overwrite and self._is_taken(record, ref):
                 raise RequestError(
-                    "exists",
-                    f"{ref} exists already.\n  Choose another name, or set overwrite.",
+                    "exists", f"{ref} exists already.\n  Choose another name, or set overwrite."
                 )
             return ref
         now = datetime.now(UTC)

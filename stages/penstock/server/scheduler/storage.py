@@ -11,12 +11,7 @@ import uuid
 from pathlib import Path
 
 from penstock.core.replace_folder import replace_folder
-from penstock.server.scheduler.checkpoint_names import (
-    CHECKPOINT,
-    MODEL,
-    CheckpointRef,
-    Subfolder,
-)
+from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, CheckpointRef, Subfolder
 from penstock.server.scheduler.errors import RequestError
 
 SUBFOLDERS: tuple[Subfolder, ...] = ("weights", "sampler_weights")

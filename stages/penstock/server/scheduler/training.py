@@ -192,8 +192,7 @@ class TrainingRequests:
         """Raises RequestError if a model cannot load a checkpoint."""
         if ref.subfolder != "weights":
             raise RequestError(
-                "invalid",
-                f"{ref} is for sampling; training resumes from <model>/weights/<name>",
+                "invalid", f"{ref} is for sampling; training resumes from <model>/weights/<name>"
             )
         if checkpoint.base_model != record.base_model:
             raise RequestError(

@@ -27,11 +27,7 @@ from penstock.server.protocol.worker_commands import (
     WorkerHeartbeat,
     WorkerOperation,
 )
-from penstock.server.scheduler.errors import (
-    OperationTimeoutError,
-    RequestError,
-    WorkersLostError,
-)
+from penstock.server.scheduler.errors import OperationTimeoutError, RequestError, WorkersLostError
 from penstock.server.scheduler.settings import SchedulerSettings
 
 LOG = logging.getLogger(__name__)

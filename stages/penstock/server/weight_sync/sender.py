@@ -24,11 +24,7 @@ from penstock.engine.distributed.full_tensors import FullTensorGather
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.base_model import BaseModelWeights
-from penstock.engine.hf.live_state_dict import (
-    RankTrimmedTensors,
-    language_in_files,
-    live_weights,
-)
+from penstock.engine.hf.live_state_dict import RankTrimmedTensors, language_in_files, live_weights
 from penstock.engine.hf.state_dict import Tensors
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.quantization.select_layers import Formats

@@ -30,8 +30,7 @@ def self_test(handlers: CommandHandlers) -> None:
     drawn = np.random.default_rng(0).integers(0, vocabulary, (dispatcher.num_replicas, count + 1))
     data = tuple(
         Datum(
-            tokens=Array.of(ids[:-1], "int32"),
-            inputs={"target_tokens": Array.of(ids[1:], "int64")},
+            tokens=Array.of(ids[:-1], "int32"), inputs={"target_tokens": Array.of(ids[1:], "int64")}
         )
         for ids in drawn
     )
@@ -47,10 +46,7 @@ def self_test(handlers: CommandHandlers) -> None:
     opened = handlers.do(CreateModelCommand(model=NAME, lora=None))
     assert isinstance(opened, CheckpointSizes)
     try:
-        results = [
-            handlers.do(rows),
-            handlers.do(OptimStep(model=NAME, adam=AdamParams())),
-        ]
+        results = [handlers.do(rows), handlers.do(OptimStep(model=NAME, adam=AdamParams()))]
         # Only a pass after the step shows whether the step left finite weights.
         results.append(handlers.do(rows))
     finally:

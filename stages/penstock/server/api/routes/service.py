@@ -123,10 +123,7 @@ async def create_session(
     context.service.heartbeats.begin(context.owner, result.session)
     if body.base_model is not None or body.lora_config is not None:
         model = requests.CreateModel(
-            session=result.session,
-            model=result.session,
-            base_model=body.base_model,
-            lora=lora,
+            session=result.session, model=result.session, base_model=body.base_model, lora=lora
         )
         await context.call(model, results.CreateModelResult, by_workers=True)
     return responses.CreateSessionResponse(
