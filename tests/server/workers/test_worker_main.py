@@ -24,7 +24,7 @@ from penstock.server.protocol.worker_commands import (
     WorkerHeartbeat,
 )
 from penstock.server.protocol.zmq_channel import connecting
-from penstock.server.worker.main import run_rank
+from penstock.server.worker.__main__ import run_rank
 from tests.engine import runs
 from tests.server.workers.orders import data, opening, passing, stepping, write_model
 

@@ -9,26 +9,20 @@ from typing import Annotated
 from pydantic import StringConstraints
 
 from penstock.server.api.errors import ApiError
+from penstock.server.protocol.types import CHECKPOINT_NAME, MODEL_NAME
 
 # pydantic's regexes are Rust's, where `$` is the end of the text; Python's also matches before a
 # newline there, so `re` gets patterns without anchors and `fullmatch`.
-MODEL = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
-
-ModelName = Annotated[str, StringConstraints(pattern=MODEL)]
-SessionName = Annotated[str, StringConstraints(pattern=MODEL)]
-CheckpointName = Annotated[str, StringConstraints(pattern=CHECKPOINT)]
+ModelName = Annotated[str, StringConstraints(pattern=f"^{MODEL_NAME}$")]
+SessionName = ModelName
+CheckpointName = Annotated[str, StringConstraints(pattern=f"^{CHECKPOINT_NAME}$")]
 WrittenPath = Annotated[str, StringConstraints(min_length=1, max_length=400)]
 """A checkpoint path with its scheme."""
 
 _PATH = re.compile(
-    r"(?:(?:tinker|xorl)://)?"
-    r"([A-Za-z0-9][A-Za-z0-9_.:-]{0,127})/((?:sampler_)?weights)/([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
+    rf"(?:(?:tinker|xorl)://)?({MODEL_NAME})/((?:sampler_)?weights)/({CHECKPOINT_NAME})"
 )
-_ID = re.compile(
-    r"(?:((?:sampler_)?weights)/(?:([A-Za-z0-9][A-Za-z0-9_.:-]{0,127})/)?)?"
-    r"([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
-)
+_ID = re.compile(rf"(?:((?:sampler_)?weights)/(?:({MODEL_NAME})/)?)?({CHECKPOINT_NAME})")
 
 TRAINED = ":train:"  # Separator of session and model number in the SDK's model names
 

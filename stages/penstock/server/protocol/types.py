@@ -6,6 +6,9 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"  # Of sessions and samplers, too
+CHECKPOINT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
+
 DType = Literal["float32", "int64", "int32"]  # Wire dtype, by numpy name; little-endian
 
 Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "drgrpo"]

@@ -7,10 +7,10 @@ import re
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.server.protocol.types import CHECKPOINT_NAME, MODEL_NAME
 from penstock.server.scheduler.errors import RequestError
 
-MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+MODEL, CHECKPOINT = re.compile(MODEL_NAME), re.compile(CHECKPOINT_NAME)
 
 Subfolder = Literal["weights", "sampler_weights"]
 """Folders of training checkpoints and of sampler weights."""
