@@ -1,7 +1,5 @@
-"""Checkpoint URIs (`tinker://…`) and names of models, sessions and samplers.
-
-Inside the server a checkpoint is `<model>/weights/<name>`; the API adds a scheme.
-"""
+"""Checkpoint URIs (`tinker://…`) and names of models, sessions and samplers. Inside the server a
+checkpoint is `<model>/weights/<name>`; the API adds a scheme."""
 
 import re
 from typing import Annotated
@@ -23,7 +21,6 @@ _PATH = re.compile(
     rf"(?:(?:tinker|xorl)://)?({MODEL_NAME})/((?:sampler_)?weights)/({CHECKPOINT_NAME})"
 )
 _ID = re.compile(rf"(?:((?:sampler_)?weights)/(?:({MODEL_NAME})/)?)?({CHECKPOINT_NAME})")
-
 TRAINED = ":train:"  # Separator of session and model number in the SDK's model names
 
 

@@ -33,7 +33,6 @@ RequestKind = Literal[
 """The request type, as results name it."""
 
 MAX_KEPT = 100_000  # Maximum number of completed futures, over all owners
-
 MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 1 << 30, 256 << 20
 """Maximum bytes of pending requests, over all owners and per owner; the scheduler holds them in
 memory."""

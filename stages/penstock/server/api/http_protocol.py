@@ -12,9 +12,7 @@ from penstock.server.api.connections import NOBODY, Client, Connections, Phase
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
 MAX_PIPELINED = 8  # Maximum number of pipelined requests per connection
-
 EXTENSION = "penstock.connection"  # Scope key of a request's connection
-
 FILES = 64  # File descriptors of the process besides its connections
 BACKLOG, SMALL_BACKLOG = 128, 16  # Listen backlog, for a large and for a small descriptor limit
 ROUNDS = 3  # Event loop iterations from accepting a connection until it or another one is closed

@@ -5,7 +5,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from penstock.server.protocol.envelopes import Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 """Upper bounds of the latency histogram's buckets in seconds."""
 

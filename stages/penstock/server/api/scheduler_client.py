@@ -23,7 +23,6 @@ from penstock.server.protocol.results import Result
 LOG = logging.getLogger(__name__)
 
 HELLO_SECONDS = 1.0  # Seconds between hello messages until the scheduler answers
-
 LOST = "the scheduler died while this was running; what it had done is unknown. Send it again."
 
 AnyResponse = Response | Failure

@@ -19,7 +19,6 @@ from penstock.server.protocol.results import HeartbeatResult
 LOG = logging.getLogger(__name__)
 
 LONGEST_INTERVAL = 1.0  # Maximum seconds between batches to the scheduler
-
 KEPT_SECONDS = 60.0  # A session without heartbeat for so many seconds is looked up again
 
 

@@ -1,7 +1,5 @@
-"""Server job file, read by all server processes. No torch.
-
-It contains no secrets; those are passed in the environment (`penstock.core.env`).
-"""
+"""Server job file, read by all server processes. No torch. It contains no secrets; those are passed
+in the environment (`penstock.core.env`)."""
 
 import json
 from dataclasses import asdict, dataclass, fields

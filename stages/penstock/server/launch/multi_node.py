@@ -12,7 +12,6 @@ from pathlib import Path
 from penstock.core.files import atomic_write
 
 LOOK_SECONDS = 0.5  # Seconds between polls of the shared folder
-
 START = "start"
 ENDED = "ended-"
 

@@ -6,9 +6,7 @@ from typing import get_args
 from penstock.server.protocol.types import Loss
 
 TARGETS = "target_tokens"  # The input of every loss
-
 FACTORS = ("weights", "mask")  # Inputs that a token's loss is multiplied by, if given
-
 CLIPS = ("clip_low_threshold", "clip_high_threshold")  # Scalars, or per-token inputs
 
 REQUIRED: Mapping[Loss, tuple[str, ...]] = {

@@ -1,7 +1,5 @@
-"""Requests from the API to the scheduler.
-
-Requests with a `model` run in the order of their sequence numbers; all others run immediately.
-"""
+"""Requests from the API to the scheduler. Requests with a `model` run in the order of their
+sequence numbers; all others run immediately."""
 
 from typing import Literal
 

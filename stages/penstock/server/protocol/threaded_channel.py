@@ -1,8 +1,5 @@
-"""Channel with its own I/O thread, for a process whose main thread computes.
-
-While the main thread runs a command, the I/O thread receives messages and sends a heartbeat every
-second.
-"""
+"""Channel with its own I/O thread, for a process whose main thread computes. While the main thread
+runs a command, the I/O thread receives messages and sends a heartbeat every second."""
 
 import asyncio
 import queue

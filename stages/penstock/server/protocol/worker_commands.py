@@ -39,11 +39,9 @@ class UnloadModelCommand(Message):
 
 
 class ForwardBackwardCommand(ForwardBackward, kw_only=True):
-    """A forward-backward pass over packed samples.
-
-    `rows` are the indices of the samples in each row, in order; a row has at most
-    `sample_packing_sequence_len` tokens. Workers distribute rows over replicas and pad.
-    """
+    """A forward-backward pass over packed samples. `rows` are the indices of the samples in each
+    row, in order; a row has at most `sample_packing_sequence_len` tokens. Workers distribute rows
+    over replicas and pad."""
 
     rows: tuple[tuple[int, ...], ...]
 

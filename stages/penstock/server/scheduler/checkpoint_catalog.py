@@ -1,7 +1,5 @@
-"""Checkpoint catalog: visibility, expiry and metadata of checkpoints.
-
-Saving is in `save_checkpoint`; nothing here needs workers.
-"""
+"""Checkpoint catalog: visibility, expiry and metadata of checkpoints. Saving is in
+`save_checkpoint`; nothing here needs workers."""
 
 import logging
 import time

@@ -1,7 +1,5 @@
-"""Names of models, sessions and checkpoints, and their paths below `output_dir`.
-
-Every name is validated here before it becomes part of a path.
-"""
+"""Names of models, sessions and checkpoints, and their paths below `output_dir`. Every name is
+validated here before it becomes part of a path."""
 
 import re
 from dataclasses import dataclass
@@ -16,7 +14,6 @@ Subfolder = Literal["weights", "sampler_weights"]
 """Folders of training checkpoints and of sampler weights."""
 
 INITIAL = "000000"  # Name of the initial checkpoint of every model
-
 SAMPLER = ":sample:"  # Separator of a session and a sampler number
 
 

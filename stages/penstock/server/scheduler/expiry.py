@@ -1,7 +1,5 @@
-"""Expiry of idle sessions and of checkpoints.
-
-Models of a session are saved before they are unloaded; a model that cannot be saved stays loaded.
-"""
+"""Expiry of idle sessions and of checkpoints. Models of a session are saved before they are
+unloaded; a model that cannot be saved stays loaded."""
 
 import math
 import time

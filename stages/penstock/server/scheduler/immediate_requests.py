@@ -1,7 +1,5 @@
-"""Immediate requests, which need no worker: sessions, listings, checkpoint metadata.
-
-Each is handled on arrival.
-"""
+"""Immediate requests, which need no worker: sessions, listings, checkpoint metadata. Each is
+handled on arrival."""
 
 from dataclasses import dataclass
 

@@ -18,11 +18,8 @@ from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.state_store import CompletedRequest, QueueState
 
 FIRST = 1  # Sequence number of the first request of a model
-
 MAX_OUTCOMES = 64  # Outcomes kept per model for repeated requests
-
 MAX_OUTCOME_BYTES = 16 << 20  # Maximum bytes of outcomes; the oldest are dropped beyond it
-
 SETTLE_SECONDS = 1.0
 """Seconds in which lower sequence numbers may still arrive before the lowest present one is taken
 as the next, if the next number is unknown."""

@@ -1,7 +1,5 @@
-"""Save checkpoints: training checkpoints and sampler weights.
-
-Free space is checked before writing. A checkpoint gets its name only when it is complete.
-"""
+"""Save checkpoints: training checkpoints and sampler weights. Free space is checked before writing.
+A checkpoint gets its name only when it is complete."""
 
 import asyncio
 import time

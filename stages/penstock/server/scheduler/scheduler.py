@@ -61,7 +61,6 @@ from penstock.server.weight_sync.allowed_hosts import allowed_hosts
 LOG = logging.getLogger(__name__)
 
 CHECK_SECONDS = 0.1  # Seconds between checks for requests that wait for a missing sequence number
-
 MIN_STATUS_SECONDS = 0.05
 
 

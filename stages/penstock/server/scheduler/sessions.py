@@ -1,7 +1,5 @@
-"""Client sessions: ownership, liveness, and their models and samplers.
-
-Nothing here needs workers.
-"""
+"""Client sessions: ownership, liveness, and their models and samplers. Nothing here needs
+workers."""
 
 import time
 import uuid

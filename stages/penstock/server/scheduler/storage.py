@@ -1,7 +1,5 @@
-"""Checkpoint storage below `output_dir`, with a size limit.
-
-Temporary folders begin with a dot, which is not allowed in clients' names.
-"""
+"""Checkpoint storage below `output_dir`, with a size limit. Temporary folders begin with a dot,
+which is not allowed in clients' names."""
 
 import asyncio
 import os

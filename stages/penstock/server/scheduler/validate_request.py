@@ -1,7 +1,5 @@
-"""Request validation before queueing.
-
-Uses only the request and the workers' limits; whether the model exists is checked elsewhere.
-"""
+"""Request validation before queueing. Uses only the request and the workers' limits; whether the
+model exists is checked elsewhere."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,7 +32,6 @@ from penstock.server.scheduler.sessions import check_metadata
 Numbers = npt.NDArray[Any]
 
 MAX_SEQUENCES = 1024
-
 MAX_TOPK = 1024
 MAX_TOPK_VALUES = 1 << 22
 """Maximum number of top-k logprobs over all positions of a request: 32 MiB. Several requests are

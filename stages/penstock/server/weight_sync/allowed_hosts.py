@@ -1,8 +1,5 @@
-"""Allowed hosts of weight sync. No torch.
-
-Host names are matched literally and not resolved, so that DNS does not decide
-where requests go.
-"""
+"""Allowed hosts of weight sync. No torch. Host names are matched literally and not resolved, so
+that DNS does not decide where requests go."""
 
 import ipaddress
 import socket

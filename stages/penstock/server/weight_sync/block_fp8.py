@@ -17,7 +17,6 @@ from penstock_kernels.quant import FORMATS, quantize
 from penstock_kernels.quant.published_layouts import tile_scales
 
 SCALES = "_scale_inv"
-
 STRETCH = 4 << 20
 """Bytes in fp32 of the rows that are quantized at a time; quantizing takes several times as much
 memory."""

@@ -1,7 +1,5 @@
-"""SGLang HTTP client for weight updates. No torch.
-
-Requests go to the endpoint's own host and port, without redirects or proxies, and have timeouts.
-"""
+"""SGLang HTTP client for weight updates. No torch. Requests go to the endpoint's own host and port,
+without redirects or proxies, and have timeouts."""
 
 import http.client
 import json
@@ -29,7 +27,6 @@ PARALLELISM_ROUTES = ("/server_info", "/get_server_info")
 
 MAX_RESPONSE_BYTES = 4 << 20
 MAX_MESSAGE = 500  # Maximum characters of a response in the log
-
 NO_RESPONSE = (OSError, http.client.HTTPException, UnicodeError)
 """Errors of a request without response; the last one is for an invalid host name."""
 

@@ -1,7 +1,5 @@
-"""Micro-batches from packed client samples.
-
-T tokens of a micro-batch, including padding; K targets per token, in passes with several.
-"""
+"""Micro-batches from packed client samples. T tokens of a micro-batch, including padding; K targets
+per token, in passes with several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace

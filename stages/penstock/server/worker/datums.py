@@ -1,7 +1,5 @@
-"""Client samples as loss inputs, and the outputs returned for each.
-
-T tokens of a sample; K targets of each, if there are several.
-"""
+"""Client samples as loss inputs, and the outputs returned for each. T tokens of a sample; K targets
+of each, if there are several."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass

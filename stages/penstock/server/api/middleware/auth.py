@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from penstock.server.api.errors import ApiError
 
 NOBODY = "local"  # The owner of everything if no keys are required
-
 LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # Host names of this machine for itself
 
 

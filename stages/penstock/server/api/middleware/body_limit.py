@@ -21,7 +21,6 @@ from penstock.server.api.errors import ApiError
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-
 MAX_SMALL_BYTES = 1 << 20  # Maximum bytes of a body without samples, compressed and decompressed
 MAX_SMALL_VALUES = 20_000
 """Maximum number of commas, colons and brackets in a small JSON body: some milliseconds of
@@ -30,7 +29,6 @@ MAX_KEYS = 64
 """Maximum number of keys per object, except for loss inputs: each unknown key becomes a validation
 error, which takes more time and memory than the key."""
 SMALL_WINDOW = 1 << 23  # Maximum window size in bytes for decompressing a small body
-
 UNCOUNTED_BYTES = 1 << 16
 """The first bytes of each body that are always accepted, so that heartbeats succeed when there is
 no memory for large bodies."""
@@ -52,10 +50,8 @@ class BodyLease:
 
 @dataclass
 class BodyMemory:
-    """The memory of all bodies, shared fairly between owners.
-
-    At the limit, the owner with the most memory loses a body that is still being received.
-    """
+    """The memory of all bodies, shared fairly between owners. At the limit, the owner with the most
+    memory loses a body that is still being received."""
 
     max_bytes: int
     max_owner_bytes: int

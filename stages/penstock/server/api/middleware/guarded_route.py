@@ -1,7 +1,5 @@
-"""Guarded routes: API key, rate limit, body limit and metrics before each route.
-
-This is not done in FastAPI dependencies, because those run after the body has been read and parsed.
-"""
+"""Guarded routes: API key, rate limit, body limit and metrics before each route. This is not done
+in FastAPI dependencies, because those run after the body has been read and parsed."""
 
 import time
 from collections.abc import Callable, Coroutine, Iterator

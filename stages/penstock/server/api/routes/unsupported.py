@@ -12,7 +12,6 @@ NO_DOWNLOADS = "checkpoints are folders under the server's output_dir; copy them
 NO_SLEEP = "the workers keep their memory while they live; unload models to free it"
 NO_POLLS = "futures are waited for one by one, with retrieve_future"
 NO_TRACES = "sessions are neither traced nor searched here; training_runs lists what was trained"
-
 _ONE = "/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}"
 ABSENT = {
     "/api/v1/auth/token": ("POST", NO_ACCOUNTS),

@@ -29,10 +29,8 @@ MAX_IMAGE_BYTES = 128 << 20
 """Maximum bytes of the tensors of all distinct images of a request. A small file may have many
 pixels."""
 MAX_BASE64 = 180 << 20  # Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64
-
 TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}
-
 ONLY_TEXT = "text alone is trained on here"  # Why a model that takes no images refuses a chunk
 
 WHY_NOT = {

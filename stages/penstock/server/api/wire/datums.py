@@ -37,7 +37,6 @@ from penstock.server.protocol.losses import (
 from penstock.server.protocol.types import Array, Datum, Loss
 
 IGNORED = -100  # The label of untrained tokens (ignore_index)
-
 RATIO_MASK = "sequence_ratio_mask"
 """The SDK's input of `gspo`: the mask of tokens that the sequence importance ratio covers."""
 

@@ -1,7 +1,5 @@
-"""Loss names of other APIs, mapped to the losses implemented here.
-
-A loss without an exact counterpart is rejected by name and never replaced by a similar one.
-"""
+"""Loss names of other APIs, mapped to the losses implemented here. A loss without an exact
+counterpart is rejected by name and never replaced by a similar one."""
 
 import math
 from collections.abc import Mapping
@@ -33,7 +31,6 @@ class _XorlLoss:
 
 
 LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}  # SDK losses by name
-
 _OFF = (None, False, 0, 0.0)
 _DRGRPO = _XorlLoss(
     "drgrpo", clip=(0.2, 0.28), renamed={"beta": "kl_beta"}, neutral={"kl_type": ("k3", None)}

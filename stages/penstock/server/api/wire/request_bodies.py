@@ -49,7 +49,6 @@ WINDOW = 1 << 27  # Maximum window size in bytes for decompression
 MAX_VALUES = 1 << 25  # Maximum number of commas, colons and brackets in a JSON body
 MAX_CONTAINERS = 1 << 21  # Maximum number of arrays and objects in a JSON body
 MAX_SAMPLES = 65536
-
 INLINE_BYTES = 1 << 16  # Maximum decompressed bytes for decoding in the event loop
 INLINE_SAMPLES = 64
 INLINE_NUMBERS = 1 << 16

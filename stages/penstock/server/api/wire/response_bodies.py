@@ -54,11 +54,8 @@ NOT_FINITE = (
 )
 
 OPTIMIZER_STEP = "optimizer_step"  # The SDK's name of `step`: the number of optimizer steps taken
-
 _JSON_DTYPES = {"float32": "float32", "int64": "int64", "int32": "int64"}
-
 _PROTO_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64, "int32": pb.DTYPE_INT32}
-
 NO_LOGPROB = -99999.0  # The SDK's marker of a position without top-k logprobs
 
 
