@@ -92,7 +92,6 @@ class Connections:
                 f"{self._by_owner[owner]} connections of yours are open, and"
                 f" {self.limit - self._reserved} may be of all; close some, and come again",
                 code="busy",
-                retry_after=1.0,
             )
         self._evict(victim)
 

@@ -83,7 +83,6 @@ class RequestContext:
             raise ApiError(
                 f"the scheduler returned {type(result).__name__}, not {kind.__name__}",
                 code="internal",
-                category="server",
             )
         return result
 

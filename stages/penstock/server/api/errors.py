@@ -8,8 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from penstock.server.protocol.codec import Category, Code
-from penstock.server.protocol.envelopes import Failure
+from penstock.server.protocol.codec import Category, Code, error_category
 
 STATUS: Mapping[Code, int] = {
     "invalid": 400,
@@ -38,21 +37,18 @@ class ApiError(HTTPException):
         *,
         code: Code = "invalid",
         status: int | None = None,
-        category: Category = "user",
+        category: Category | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """`error`: the message with its numbers, and what to do. `retry_after`: seconds."""
+        """`error`: the message with its numbers, and what to do. `category` and `retry_after`, in
+        seconds, follow from the code, unless given; an error with another status has no latter."""
+        if retry_after is None and status is None and code in ("busy", "lost", "unavailable"):
+            retry_after = 1.0
         headers = None if retry_after is None else {"Retry-After": f"{max(1, round(retry_after))}"}
         super().__init__(status or STATUS[code], detail=error, headers=headers)
         self.error = error
         self.code: Code = code
-        self.category: Category = category
-
-
-def to_api_error(failure: Failure) -> ApiError:
-    """Convert a scheduler error to the response of a call that waited for it."""
-    again = 1.0 if failure.code in ("busy", "lost", "unavailable") else None
-    return ApiError(failure.error, code=failure.code, category=failure.category, retry_after=again)
+        self.category: Category = category or error_category(code)
 
 
 async def handle_api_error(_: Request, error: Exception) -> JSONResponse:

@@ -142,14 +142,12 @@ class Futures:
             raise ApiError(
                 f"the workers are not restarted: {status.reason}",
                 code="unavailable",
-                category="server",
                 retry_after=60.0,
             )
         if self._pending[owner] >= self._max_pending:
             raise ApiError(
                 f"{self._max_pending} of your requests are not done yet; wait for some of them",
                 code="busy",
-                retry_after=1.0,
             )
         size = _request_num_bytes(operation)
         if (
@@ -160,7 +158,6 @@ class Futures:
                 f"{self._pending_bytes[owner]} bytes of your requests are not done yet, and this"
                 f" one has {size}; wait for some of them",
                 code="busy",
-                retry_after=1.0,
             )
         name = operation.id if isinstance(operation, EncodedRequest) else new_future()
         future = FutureRecord(

@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 
-from penstock.server.api.errors import ApiError, to_api_error
+from penstock.server.api.errors import ApiError
 from penstock.server.protocol.codec import Channel, Encoded, FrameError, PeerLostError
 from penstock.server.protocol.envelopes import (
     Cancel,
@@ -56,10 +56,7 @@ class SchedulerClient:
         scheduler is not connected."""
         if self.status is None or self._greeted != self._instance:
             raise ApiError(
-                "the scheduler is not connected; it is being restarted",
-                code="unavailable",
-                category="server",
-                retry_after=1.0,
+                "the scheduler is not connected; it is being restarted", code="unavailable"
             )
         response: asyncio.Future[AnyResponse] = asyncio.get_running_loop().create_future()
         self._waiting[name] = response
@@ -91,10 +88,9 @@ class SchedulerClient:
                 f"the server has not done it within {seconds:g} s; ask again later",
                 status=504,
                 code="unavailable",
-                category="server",
             ) from None
         if isinstance(reply, Failure):
-            raise to_api_error(reply)
+            raise ApiError(reply.error, code=reply.code, category=reply.category)
         return reply.result
 
     async def cancel(self, name: str) -> None:

@@ -255,6 +255,4 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def _out_of_memory_error() -> ApiError:
-    return ApiError(
-        "the server holds as many large bodies as it may; come again", code="busy", retry_after=1.0
-    )
+    return ApiError("the server holds as many large bodies as it may; come again", code="busy")

@@ -218,8 +218,6 @@ class _Codec:
             raise ApiError(
                 "the server could not start a process for this request; try again",
                 code="unavailable",
-                category="server",
-                retry_after=1.0,
             ) from None
         self._is_ready = True
 
