@@ -173,15 +173,12 @@ class Launcher:
                 self._poll_health()
                 self.log(f"stopping ({signal.Signals(self._signals[0]).name})")
             finally:
-                self._stop_all()
-
-    def _stop_all(self) -> None:
-        serving = [child for child in self.children if child.name != "workers"]
-        workers = [child for child in self.children if child.name == "workers"]
-        # Workers last, because the scheduler still saves.
-        self._stop(serving)
-        self._wait_for_workers_to_exit(serving, workers)
-        self._stop(workers)
+                serving = [child for child in self.children if child.name != "workers"]
+                workers = [child for child in self.children if child.name == "workers"]
+                # Workers last, because the scheduler still saves.
+                self._stop(serving)
+                self._wait_for_workers_to_exit(serving, workers)
+                self._stop(workers)
 
     def _stop(self, group: Sequence[ManagedProcess]) -> None:
         # All are asked before any is waited for, so that they end at the same time.

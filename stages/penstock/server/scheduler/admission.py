@@ -2,6 +2,7 @@
 
 import math
 from dataclasses import dataclass, field
+from typing import cast
 
 from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.requests import CreateModel, ForwardBackward, ModelOperation, Sample
@@ -44,7 +45,11 @@ class Admission:
             return None
         if isinstance(operation, CreateModel):
             return self._create(request, operation)
-        session = self._find_session(operation.model, request.owner)
+        creating = self._being_created.get(operation.model)
+        if creating and creating.owner == request.owner:
+            session = cast(CreateModel, creating.operation).session
+        else:
+            session = self.models.find_open(operation.model, request.owner).session
         self.sessions.touch(session)
         self.untouched.pop(operation.model, None)
         return self._queue_in_order(request, operation)
@@ -154,9 +159,3 @@ class Admission:
         check_limit("max_models", settings.max_models, len(owners), "models are open")
         own, limit = owners.count(owner), settings.max_owner_models
         check_limit("max_owner_models", limit, own, "models of yours are open")
-
-    def _find_session(self, model: str, owner: str) -> str:
-        creating = self._being_created.get(model)
-        if creating and creating.owner == owner and isinstance(creating.operation, CreateModel):
-            return creating.operation.session
-        return self.models.find_open(model, owner).session

@@ -88,7 +88,6 @@ def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
             raise SyncError(
                 f"{name}: {error}.\n  The model has diverged; load an earlier checkpoint.",
                 step="update",
-                category="user",
                 code="not_finite",
             ) from error
         codes[first : first + step] = quantized.codes.view(torch.float8_e4m3fn)

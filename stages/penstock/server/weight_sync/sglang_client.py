@@ -197,7 +197,6 @@ class InferenceServer:
             " admin's.",
             step=step,
             endpoint=self.endpoint,
-            category="user",
             code="invalid",
         )
 

@@ -40,14 +40,20 @@ class BatchDispatcher:
             raise CommandError("internal", f"rows do not hold each of {len(samples)} samples once")
         own_rows = [list(row) for row in rows[self.replica :: self.num_replicas]]
         own_rows += [[] for _ in range(self._count(len(rows)) - len(own_rows))]
+        train = self.run.train
+        pad_to: PadTo = "own"
+        if train.pipeline_parallel_size > 1:
+            # Pipeline stages exchange micro-batches of one length.
+            variable = train.pp_variable_seq_lengths
+            pad_to = "longest" if variable else self.run.data.row_length
         offsets = [0, *accumulate(len(sample.tokens) for sample in samples)]
         collated = collate(
             [
                 [_row(number, [samples[index] for index in row])] if row else []
                 for number, row in enumerate(own_rows)
             ],
-            pad_to_multiple_of=micro_batch_padding(self.run.data, self.run.train),
-            pad_to=self._pad_to(),
+            pad_to_multiple_of=micro_batch_padding(self.run.data, train),
+            pad_to=pad_to,
         )
         collated = collated.pin_memory() if self.pin_memory else collated
         num_targets = max((sample.num_targets for sample in samples), default=1)
@@ -71,14 +77,6 @@ class BatchDispatcher:
             ):
                 count += 1
         return count
-
-    def _pad_to(self) -> PadTo:
-        # Pipeline stages exchange micro-batches of one length.
-        if self.run.train.pipeline_parallel_size == 1:
-            return "own"
-        if self.run.train.pp_variable_seq_lengths:
-            return "longest"
-        return self.run.data.row_length
 
 
 def _row(number: int, samples: Sequence[Sample]) -> Row:
