@@ -1,6 +1,6 @@
 """Common types of the server's messages. No torch and no HTTP."""
 
-from typing import Literal, dataclass_transform
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 import numpy as np
@@ -22,6 +22,11 @@ trained tokens."""
 @dataclass_transform(frozen_default=True, kw_only_default=True)
 class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Part of a message."""
+
+
+def common_fields(source: object, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The values of `source` for those fields of `kind` that it has, too."""
+    return {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
 
 
 class Array(Value):

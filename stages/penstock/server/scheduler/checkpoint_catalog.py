@@ -9,7 +9,7 @@ from pathlib import Path
 
 from msgspec import structs
 
-from penstock.server.protocol.types import Checkpoint, ModelInfo
+from penstock.server.protocol.types import Checkpoint, ModelInfo, common_fields
 from penstock.server.scheduler.checkpoint_names import (
     CheckpointRef,
     parse_checkpoint_name,
@@ -59,10 +59,8 @@ class CheckpointCatalog:
         ref = parse_checkpoint_path(start.path)
         record = self.store.models.get(ref.model)
         checkpoint = record.checkpoints.get(ref.relative_name) if record else None
-        is_another = start.time is not None and (
-            checkpoint is None or checkpoint.time != start.time
-        )
-        return not is_another and self._exists(ref)
+        time_of_this = checkpoint.time if checkpoint else None
+        return start.time in (None, time_of_this) and self._exists(ref)
 
     def newest(self, record: ModelRecord) -> ResumePoint | None:
         """The newest checkpoint of a model's current configuration."""
@@ -136,14 +134,8 @@ class CheckpointCatalog:
         of_training = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "training"]
         of_samplers = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "sampler"]
         return ModelInfo(
-            model=record.model,
-            session=record.session,
-            base_model=record.base_model,
+            **common_fields(record, ModelInfo),
             rank=record.lora.rank if record.lora else None,
-            last_request=record.last_request,
-            is_open=record.is_open,
-            corrupted=record.corrupted,
-            user_metadata=record.user_metadata,
             last_checkpoint=of_training[-1] if of_training else None,
             last_sampler_checkpoint=of_samplers[-1] if of_samplers else None,
         )
@@ -198,13 +190,6 @@ class CheckpointCatalog:
 
 def to_checkpoint_info(model: str, relative_name: str, checkpoint: CheckpointRecord) -> Checkpoint:
     """A checkpoint as reported to clients."""
-    return Checkpoint(
-        name=relative_name,
-        model=model,
-        kind="training" if relative_name.startswith("weights/") else "sampler",
-        time=checkpoint.time,
-        size=checkpoint.size,
-        expires=checkpoint.expires,
-        public=checkpoint.public,
-        user_metadata=checkpoint.user_metadata,
-    )
+    kind = "training" if relative_name.startswith("weights/") else "sampler"
+    fields = common_fields(checkpoint, Checkpoint)
+    return Checkpoint(name=relative_name, model=model, kind=kind, **fields)

@@ -10,7 +10,7 @@ from functools import partial
 
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
 from penstock.server.protocol.results import EndpointsResult
-from penstock.server.protocol.types import Endpoint, Secret
+from penstock.server.protocol.types import Endpoint, Secret, common_fields
 from penstock.server.scheduler.errors import RequestError, not_found, to_request_error
 from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.state_store import EndpointRecord, StateStore
@@ -45,13 +45,7 @@ class InferenceEndpoints:
         """Register an endpoint, replacing one at the same address; `end` receives the outcome,
         because the server is first asked whether weights can be sent to it. Raises RequestError if
         the owner has the maximum number."""
-        self._require_room(operation.endpoint, owner)
-        task = asyncio.create_task(self._add(operation, owner, end))
-        # asyncio itself refers to tasks only weakly.
-        self._adding[task] = owner
-        task.add_done_callback(self._adding.pop)
-
-    def _require_room(self, new: Endpoint, owner: str) -> None:
+        new = operation.endpoint
         count = sum(endpoint.owner == owner for endpoint in self._others(owner, new.host, new.port))
         count += sum(adding_owner == owner for adding_owner in self._adding.values())
         if count >= MAX_OWNER_ENDPOINTS:
@@ -60,6 +54,10 @@ class InferenceEndpoints:
                 f"{count} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
                 " be.\n  Remove one that is not needed.",
             )
+        task = asyncio.create_task(self._add(operation, owner, end))
+        # asyncio itself refers to tasks only weakly.
+        self._adding[task] = owner
+        task.add_done_callback(self._adding.pop)
 
     async def _add(
         self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]
@@ -86,14 +84,9 @@ class InferenceEndpoints:
         fault = sizes.fault(world_size) if sizes else None
         if fault is not None:
             raise RequestError("invalid", f"{new.address}: {fault}")
-        record = EndpointRecord(
-            owner=owner,
-            host=new.host,
-            port=new.port,
-            world_size=world_size,
-            pool=new.pool,
-            api_key=operation.api_key.text if operation.api_key else None,
-        )
+        fields = common_fields(new, EndpointRecord) | {"world_size": world_size}
+        api_key = operation.api_key.text if operation.api_key else None
+        record = EndpointRecord(owner=owner, api_key=api_key, **fields)
         self.store.save_endpoints((*self._others(owner, new.host, new.port), record))
         return self._all(owner)
 
@@ -162,9 +155,7 @@ def _resume_server(server: InferenceServer, group_name: str) -> None:
 
 
 def _endpoint(record: EndpointRecord) -> Endpoint:
-    return Endpoint(
-        host=record.host, port=record.port, world_size=record.world_size, pool=record.pool
-    )
+    return Endpoint(**common_fields(record, Endpoint))
 
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:

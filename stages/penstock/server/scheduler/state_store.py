@@ -21,7 +21,7 @@ from penstock.core.files import atomic_write, remove
 from penstock.server.protocol.envelopes import Failure, Response
 from penstock.server.protocol.requests import CreateModel
 from penstock.server.protocol.secret import write_secret
-from penstock.server.protocol.types import LoraConfig, OptimizerConfig
+from penstock.server.protocol.types import LoraConfig, OptimizerConfig, common_fields
 from penstock.server.protocol.worker_commands import CreateModelCommand
 
 
@@ -133,9 +133,7 @@ class ShutdownState(msgspec.Struct, frozen=True, kw_only=True):
 
 def build_create_command(record: ModelRecord) -> CreateModelCommand:
     """The command that creates this model in workers."""
-    return CreateModelCommand(
-        model=record.model, lora=record.lora, optimizer_config=record.optimizer_config
-    )
+    return CreateModelCommand(**common_fields(record, CreateModelCommand))
 
 
 R = TypeVar("R")

@@ -5,15 +5,13 @@ import time
 from collections.abc import Collection
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from msgspec import structs
 
 from penstock.server.protocol import requests, results
 from penstock.server.protocol import worker_commands as commands
-from penstock.server.protocol.codec import Message
 from penstock.server.protocol.results import Done
-from penstock.server.protocol.types import LoraConfig
+from penstock.server.protocol.types import LoraConfig, common_fields
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.checkpoint_names import INITIAL, CheckpointRef, parse_checkpoint_path
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
@@ -122,16 +120,15 @@ class TrainingRequests:
         if ready is None:
             raise WorkersLostError("the workers are not connected")
         now = time.time()
+        own = {
+            "base_model": ready.served.base_model,
+            "lora": self._lora(operation.lora, start, ready.served),
+        }
         record = ModelRecord(
-            model=operation.model,
-            session=operation.session,
             owner=owner,
-            base_model=ready.served.base_model,
-            lora=self._lora(operation.lora, start, ready.served),
-            optimizer_config=operation.optimizer_config,
-            user_metadata=operation.user_metadata,
             created=now,
             last_request=now,
+            **common_fields(operation, ModelRecord) | own,
         )
         if start is not None:
             self._check_fits(record, *start)
@@ -213,7 +210,7 @@ class TrainingRequests:
         lengths = [datum.tokens.shape[0] for datum in operation.data]
         ready = self.workers.ready
         rows = pack(lengths, self.settings, ready.replicas if ready else 1)
-        fields = _fields(operation, requests.ForwardBackward)
+        fields = common_fields(operation, commands.ForwardBackwardCommand)
         order = commands.ForwardBackwardCommand(rows=rows, **fields)
         if operation.forward_only:
             return await self._run_pass(order)
@@ -327,7 +324,7 @@ class TrainingRequests:
         order = commands.WeightSyncCommand(
             endpoints=tuple(endpoint for endpoint, _ in sent),
             api_keys=tuple(key for _, key in sent),
-            **_fields(operation, requests.WeightSyncOptions),
+            **common_fields(operation, commands.WeightSyncCommand),
         )
         try:
             return await self.workers.run(order, results.SyncWeightsResult)
@@ -346,8 +343,3 @@ class TrainingRequests:
 
 def _rank(lora: LoraConfig | None) -> str:
     return "all weights" if lora is None else f"an adapter of rank {lora.rank}"
-
-
-def _fields(message: Message, kind: type[Message]) -> dict[str, Any]:
-    """The fields of a message that its base class `kind` has."""
-    return {name: getattr(message, name) for name in kind.__struct_fields__}
