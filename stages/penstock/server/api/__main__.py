@@ -1,5 +1,4 @@
-"""API process: `python -m penstock.server.api JOB`. Serves HTTP and forwards requests to the
-scheduler."""
+"""API process: `python -m penstock.server.api JOB`. Forwards HTTP requests to the scheduler."""
 
 import asyncio
 import gc
@@ -28,12 +27,10 @@ from penstock.server.protocol.zmq_channel import connecting
 LOG = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""Keep-alive timeout. Longer than clients keep an idle connection, so that they do not write to a
-closed one."""
+"""Longer than clients keep an idle connection, so that they do not write to a closed one."""
 GRACE_SECONDS = 5  # Seconds for open requests to finish on shutdown
 POLL_SECONDS = GRACE_SECONDS - 1.0
-"""Seconds that polls still wait on shutdown: their result may arrive; otherwise they return that it
-did not."""
+"""Seconds that polls still wait on shutdown: their result may arrive."""
 LOOK_SECONDS = 0.1
 
 

@@ -50,8 +50,7 @@ def write_path(model: str, name: str) -> str:
 
 
 def uri_scheme(model: str) -> str:
-    """The URI scheme: the SDK's models are named after their session; other clients choose names
-    themselves."""
+    """The URI scheme: the SDK's models are named after their session, those of others are not."""
     return "tinker" if TRAINED in model else "xorl"
 
 

@@ -45,8 +45,7 @@ class Connections:
     """All open connections."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` is the maximum number; a quarter of it is reserved for connections without a key
-        yet."""
+        """`limit`: maximum number; a quarter is reserved for connections without a key yet."""
         self.limit = limit
         self.clock = clock
         self._reserved = max(1, limit // 4)

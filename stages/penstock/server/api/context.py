@@ -158,8 +158,7 @@ class RequestContext:
 
 
 async def get_context(request: Request) -> RequestContext:
-    """The context of an authenticated request. Async, because FastAPI calls sync dependencies in a
-    thread."""
+    """Of an authenticated request. Async, because FastAPI calls sync dependencies in a thread."""
     return RequestContext(
         request.app.state.service,
         request.state.owner,

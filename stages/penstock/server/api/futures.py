@@ -1,5 +1,4 @@
-"""Futures: asynchronous requests whose results clients poll for. Each belongs to an owner and
-expires."""
+"""Futures: requests whose results clients poll for. Each belongs to an owner and expires."""
 
 import asyncio
 import contextlib
@@ -34,8 +33,7 @@ RequestKind = Literal[
 
 MAX_KEPT = 100_000  # Maximum number of completed futures, over all owners
 MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 1 << 30, 256 << 20
-"""Maximum bytes of pending requests, over all owners and per owner; the scheduler holds them in
-memory."""
+"""Of pending requests, over all owners and per owner; the scheduler holds them in memory."""
 
 SWEEP_SECONDS = 10.0
 

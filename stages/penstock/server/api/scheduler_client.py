@@ -52,8 +52,7 @@ class SchedulerClient:
         return response
 
     def expect(self, name: str) -> asyncio.Future[AnyResponse]:
-        """Register a future of a request that is about to be sent. Raises ApiError (503) if the
-        scheduler is not connected."""
+        """Register a request. Raises ApiError (503) if the scheduler is not connected."""
         if self.status is None or self._greeted != self._instance:
             raise ApiError(
                 "the scheduler is not connected; it is being restarted", code="unavailable"

@@ -99,8 +99,7 @@ class ManagedProcess:
             self._process.terminate()
 
     def end(self, *, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it has exited; kill it after `stop_seconds`, or when `at_once` returns
-        True."""
+        """Wait until it exits; kill it after `stop_seconds`, or when `at_once` returns True."""
         if self._process is None:
             return
         deadline = time.monotonic() + self.stop_seconds

@@ -34,11 +34,9 @@ from penstock.server.launch.prepare import LaunchPlan
 LOOK_SECONDS = 0.1
 HEALTH_SECONDS = 0.5  # Seconds between health checks
 MARGIN_SECONDS = 4.0
-"""Seconds that the torchrun agent gets beyond the ranks' time, after which it kills them, before it
-is killed itself."""
+"""Seconds beyond the ranks' time, after which torchrun's agent kills them, until it is killed."""
 ENGINE_MARGIN_SECONDS = 15.0
-"""Seconds that the scheduler gets beyond its time for saving, because it waits for other
-processes."""
+"""Seconds beyond the scheduler's time for saving, because it waits for other processes."""
 LEAVING_SECONDS = 10.0  # Seconds for the workers to exit after the scheduler's shutdown message
 MACHINES = "machines"  # Coordination folder of the nodes, in the server's folder
 STOPPING = (signal.SIGINT, signal.SIGTERM)
@@ -158,8 +156,7 @@ class Launcher:
     _last_health_check: float = 0.0
 
     def run(self) -> None:
-        """Start all processes, monitor them, and stop them on SIGINT or SIGTERM; a second signal
-        kills them."""
+        """Run all processes until SIGINT or SIGTERM stops them; a second signal kills them."""
         with self._handle_signals():
             try:
                 while not self._signals:

@@ -70,8 +70,7 @@ class PeerLostError(ConnectionError):
 
 
 class Channel(Protocol[SentT_contra, ReceivedT_co]):
-    """One end of a channel. Messages arrive in order; the loss of the peer is reported between
-    them."""
+    """One end of a channel. Messages arrive in order, with the loss of the peer among them."""
 
     async def send(self, message: SentT_contra) -> None:
         """Send the message; it is lost if the peer is gone."""

@@ -70,8 +70,7 @@ class ModelConfig(Message):
 
 
 class CreateModel(ModelConfig, kw_only=True):
-    """Create a model, optionally from the checkpoint at `path` (with optimizer state if
-    `optimizer`)."""
+    """Create a model, optionally from the checkpoint at `path`, with its optimizer state or not."""
 
     session: str
     base_model: str | None  # None: the server's, or that of the checkpoint

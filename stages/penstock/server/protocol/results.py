@@ -20,8 +20,7 @@ class Done(Message):
 
 
 class HeartbeatResult(Message):
-    """Result of Heartbeat: those sessions that do not exist, belong to another owner, or have
-    ended."""
+    """Result of Heartbeat: sessions that do not exist, are of another owner, or have ended."""
 
     sessions: tuple[str, ...] = ()
 
@@ -79,8 +78,7 @@ class ModelResult(Message):
 
 
 class ForwardBackwardResult(Message):
-    """Outputs by name for each datum, [T] each, or [T, K] in the shape of its targets; and metrics
-    over all of them."""
+    """Outputs of each datum by name, in the shape of its targets, [T] or [T, K]; and metrics."""
 
     outputs: tuple[dict[str, Array], ...]
     metrics: dict[str, float]  # May be non-finite

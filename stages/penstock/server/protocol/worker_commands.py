@@ -136,8 +136,7 @@ class CheckpointSizes(Message):
     """Result of CreateModelCommand: the model's checkpoint sizes."""
 
     state_bytes: int
-    """Bytes of a training checkpoint, including optimizer state that only the first step
-    creates."""
+    """Of a training checkpoint, including optimizer state that only the first step creates."""
     export_bytes: int  # Bytes of sampler weights
 
 

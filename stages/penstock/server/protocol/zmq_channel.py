@@ -50,8 +50,7 @@ ReceivedT = TypeVar("ReceivedT")
 
 
 class ZmqChannel(Generic[SentT, ReceivedT]):
-    """One end; created by `listening` and `connecting`. To be created and used in one event
-    loop."""
+    """One end, of `listening` or `connecting`. To be created and used in one event loop."""
 
     def __init__(self, socket: "zmq.asyncio.Socket", received: Any) -> None:
         """`received`: the union of the received message types."""
@@ -242,8 +241,7 @@ def listening(received: Any, address: str, secret: str | None = None) -> "ZmqCha
 
 
 def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The connecting end; the listener need not exist yet. `received`: the union of the received
-    message types."""
+    """The connecting end; the listener need not exist yet. `received`: as above."""
     socket = _socket(zmq.DEALER, address)
     # By default messages are queued for a connection that is not there yet, and may be lost.
     socket.immediate = True

@@ -130,8 +130,7 @@ class Admission:
         return None
 
     def _exists(self, operation: CreateModel, owner: str) -> bool:
-        """Whether this very model exists and has received no request. Raises RequestError if
-        another owner has the name."""
+        """Whether this very model exists, untouched. Raises RequestError if the name is taken."""
         record = self.models.get(operation.model)
         name_is_taken = record is not None and (record.owner != owner or record.is_open)
         if not name_is_taken and operation.model not in self._being_created:
@@ -144,8 +143,7 @@ class Admission:
         )
 
     def _check_model_limits(self, operation: CreateModel, owner: str) -> None:
-        """Raises RequestError if no further model may be created. With full fine-tuning there is
-        one model."""
+        """Raises RequestError if no further model may be created; of all weights there is one."""
         creating = {model: task.owner for model, task in self._being_created.items()}
         opened = {model.model: model.owner for model in self.models.open()}
         owners = list((creating | opened).values())

@@ -91,8 +91,7 @@ class CheckpointCatalog:
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.time)
 
     def delete(self, record: ModelRecord, relative_name: str) -> Path:
-        """Remove a checkpoint from the catalog; returns its new path, to be deleted. Raises
-        RequestError."""
+        """Drop a checkpoint; returns its new path, to be deleted. Raises RequestError."""
         ref = self._find_own(record, relative_name)
         gone = self.storage.move_to_trash(ref)
         self._drop(record, ref)
@@ -117,8 +116,7 @@ class CheckpointCatalog:
         self.store.save_model(record)
 
     def expire(self, now: float) -> list[Path]:
-        """Remove checkpoints that are expired at `now`, in seconds since the epoch; returns the
-        folders to delete."""
+        """Drop checkpoints that are expired at `now` (epoch); returns the folders to delete."""
         return self._delete_where(
             lambda checkpoint: checkpoint.expires is not None and checkpoint.expires <= now
         )

@@ -44,8 +44,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def parse_checkpoint_path(path: str) -> CheckpointRef:
-    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`. Raises RequestError for
-    anything else."""
+    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`. Raises RequestError."""
     model, _, relative_name = path.partition("/")
     return parse_checkpoint_name(model, relative_name)
 

@@ -16,8 +16,7 @@ from penstock.server.scheduler.state_store import SessionRecord
 
 LONGEST_INTERVAL = 30.0  # Maximum seconds between checks
 ENDED_SESSION_SECONDS = 24 * 3600.0
-"""Seconds during which requests to an ended session report why it ended; later the session is
-unknown."""
+"""Seconds during which requests to an ended session report why; later it is unknown."""
 RETRY_SECONDS = 60.0  # Seconds before unloading a model is retried
 
 
@@ -52,8 +51,7 @@ class Expiry:
         self.discard(self.checkpoints.delete_unused_sampler_weights(self.sessions.has_sampler))
 
     def end(self, session: SessionRecord, why: str) -> None:
-        """End a session; its models are unloaded in the background, and its sampler-only
-        checkpoints are deleted."""
+        """End a session; its models are unloaded, and checkpoints of its samplers deleted."""
         self.sessions.end(session, why)
         self.discard(self.checkpoints.delete_unused_sampler_weights(self.sessions.has_sampler))
         self._unload_expired()

@@ -1,5 +1,4 @@
-"""Immediate requests, which need no worker: sessions, listings, checkpoint metadata. Each is
-handled on arrival."""
+"""Requests that need no worker: sessions, listings, checkpoint metadata. Handled on arrival."""
 
 from dataclasses import dataclass
 

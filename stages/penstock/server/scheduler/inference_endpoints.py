@@ -140,8 +140,7 @@ def target_endpoints(
 def resume_inference_servers(
     sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str
 ) -> None:
-    """Resume generation on servers that dead workers may have left paused. Runs in the
-    background."""
+    """In the background, resume generation on servers that dead workers may have left paused."""
     for endpoint, key in sent:
         run_in_background(partial(_resume_server, InferenceServer(endpoint, key), group_name))
 

@@ -27,8 +27,7 @@ class Models:
         self._states: dict[str, LoadedModelState] = {}
 
     def find(self, model: str, owner: str) -> ModelRecord:
-        """The owner's model. Raises RequestError if it does not exist or belongs to another
-        owner."""
+        """The owner's model. Raises RequestError if it does not exist or is another owner's."""
         record = self._store.models.get(model)
         if record is None or record.owner != owner:
             raise not_found(f"model {model[:200]!r}")
@@ -110,8 +109,7 @@ class Models:
     def set_resume_point(
         self, record: ModelRecord, start: ResumePoint | None, *, step: int
     ) -> None:
-        """The model's state is now that of `start` (None: initial), except for accumulated
-        gradients."""
+        """Its state is now that of `start` (None: initial), except for accumulated gradients."""
         record.start, record.step = start, step
         record.is_unsaved = self.get_state(record).has_gradients
         record.last_request = time.time()
@@ -127,8 +125,7 @@ class Models:
     def mark_restored(
         self, record: ModelRecord, instance: str, sizes: CheckpointSizes, *, was_changing: bool
     ) -> None:
-        """The workers have restored it from its checkpoint. `was_changing`: when the previous
-        workers died."""
+        """The workers have restored it. `was_changing`: when the previous workers died."""
         record.corrupted = record.corrupted or record.is_unsaved
         record.is_unsaved = False
         self.mark_loaded(record, instance, sizes)

@@ -21,8 +21,7 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def pack(lengths: list[int], settings: SchedulerSettings, replicas: int) -> Rows:
-    """The sample indices of each row. Every sample is in exactly one row. All lengths must fit (see
-    `check_lengths`)."""
+    """The sample indices of each row. All lengths must fit (see `check_lengths`)."""
     capacity, sizes = settings.sample_packing_sequence_len, np.array(lengths, np.int64)
     if not settings.enable_packing:
         rows = one_per_row(len(lengths)).tolist()

@@ -25,8 +25,7 @@ SETTLE_SECONDS = 1.0
 as the next, if the next number is unknown."""
 
 MAX_SHUTDOWN_STATE_BYTES = 128 << 20
-"""Bytes of outcomes left to the next process, shared equally between models; at least the last one
-of each."""
+"""Of outcomes for the next process, shared equally by models; at least the last one of each."""
 
 Outcome = Result | RequestError
 
@@ -47,8 +46,7 @@ class Task:
     is_checked: bool = False
     arrival: int = 0
     outcome: RequestError | None = None
-    """The error of a task that was rejected or cancelled while waiting; its sequence number is
-    skipped."""
+    """Of a task that was rejected or cancelled while waiting; its sequence number is skipped."""
 
 
 def to_response(request_id: str, outcome: Outcome) -> Response | Failure:
@@ -154,8 +152,7 @@ class ModelQueue:
         self.running = task
 
     def end(self, outcome: Outcome) -> None:
-        """The running request has ended. If it was lost, it may be submitted again with its
-        number."""
+        """The running request has ended. If it was lost, its number may be submitted again."""
         task, self.running = self.running, None
         assert task is not None
         if task.seq is None:
@@ -207,8 +204,7 @@ class ModelQueue:
         return task
 
     def left(self, max_bytes: int) -> QueueState:
-        """State for the next process: the last outcomes, of up to `max_bytes`, and at least the
-        last one."""
+        """State for the next process: the last outcomes, up to `max_bytes`, at least one."""
         totals = itertools.accumulate(stored.bytes for stored in reversed(self._outcomes.values()))
         count = max(1, sum(total <= max_bytes for total in totals))
         ended = [
@@ -369,8 +365,7 @@ class RequestQueue:
         return None
 
     def drop_waiting(self) -> list[Task]:
-        """Drop waiting requests, except the scheduler's own. They may be submitted again, in any
-        order."""
+        """Drop clients' waiting requests, which may be submitted again, in any order."""
         dropped = [task for task in self.waiting() if not task.is_internal]
         for task in dropped:
             if task.model is None:

@@ -35,8 +35,7 @@ class Recovery:
     checkpoints: CheckpointCatalog
 
     async def restore(self, ready: Ready) -> list[str]:
-        """Restore the models in these workers; returns the restored ones. Raises WorkersLostError
-        if they die during that."""
+        """Restore the models; returns the restored ones. Raises WorkersLostError."""
         interrupted = self.store.read_interrupted_change()
         loaded = {record.model: record for record in self.models.open()}
         intact = {

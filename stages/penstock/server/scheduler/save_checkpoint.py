@@ -44,8 +44,7 @@ class CheckpointSaver:
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] = NOTHING,
     ) -> CheckpointRef:
-        """Save a training checkpoint, from which the model is restored if the workers die. Raises
-        RequestError."""
+        """Save a checkpoint, from which it is restored if the workers die. Raises RequestError."""
         ref = self._new_ref(record, "weights", name, overwrite)
         step = self.models.get_state(record).step
         metadata: dict[str, str | int | float | bool | None] = {
@@ -75,8 +74,7 @@ class CheckpointSaver:
         user_metadata: Mapping[str, str] = NOTHING,
         only_for: str | None = None,
     ) -> CheckpointRef:
-        """Save sampler weights; `only_for`: a sampler with which they are deleted. Raises
-        RequestError."""
+        """Save sampler weights, deleted with the sampler `only_for`. Raises RequestError."""
         ref = self._new_ref(record, "sampler_weights", name, overwrite=False)
         step = self.models.get_state(record).step
         temp_folder = await self._prepare_temp_folder(

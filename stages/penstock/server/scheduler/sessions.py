@@ -1,5 +1,4 @@
-"""Client sessions: ownership, liveness, and their models and samplers. Nothing here needs
-workers."""
+"""Client sessions: ownership, liveness, their models and samplers. Nothing needs workers."""
 
 import time
 import uuid
@@ -52,8 +51,7 @@ class Sessions:
         return session
 
     def find(self, session: str, owner: str) -> SessionRecord:
-        """The owner's session. Raises RequestError if it does not exist, belongs to another owner,
-        or has ended."""
+        """The owner's session. Raises RequestError if there is none, or it has ended."""
         record = self._store.sessions.get(session)
         if record is None or record.owner != owner:
             raise not_found(f"session {session[:200]!r}")

@@ -22,8 +22,7 @@ from penstock.server.scheduler.worker_client import WorkerClient
 LOG = logging.getLogger(__name__)
 
 API_SECONDS = 8.0
-"""Seconds for the API to exit after a stop request; an API that stays longer is not being
-stopped."""
+"""Seconds for the API to exit after a stop request; one that stays longer is not stopped."""
 
 STEP_WAIT_SECONDS = 0.5
 """Seconds to wait for the optimizer step of passes that were complete at the stop request."""

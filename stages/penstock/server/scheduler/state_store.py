@@ -186,8 +186,7 @@ class StateStore:
         remove(self._file("models", model))
 
     def save_endpoints(self, endpoints: tuple[EndpointRecord, ...]) -> None:
-        """Save all inference servers in a file that only the owner can read, because it contains
-        keys."""
+        """Save all inference servers, in a file for this user alone, as it contains keys."""
         self.endpoints = endpoints
         write_secret(self._endpoints_file, json.dumps(msgspec.to_builtins(endpoints), indent=1))
 

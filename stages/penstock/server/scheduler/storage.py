@@ -74,8 +74,7 @@ class Storage:
             discard(old)
 
     def move_to_trash(self, ref: CheckpointRef) -> Path | None:
-        """Rename it to a temporary name; returns that, to be deleted, or None if it did not
-        exist."""
+        """Rename it; returns the new path, to be deleted, or None if it did not exist."""
         folder = self.folder(ref)
         if not folder.exists():
             return None
@@ -129,8 +128,7 @@ class TrashCollector:
 
 
 def folder_num_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; symbolic links are not followed, and files deleted
-    meanwhile are not counted."""
+    """Bytes of all files below a folder, without those behind links or deleted meanwhile."""
     total = 0
     try:
         with os.scandir(folder) as entries:

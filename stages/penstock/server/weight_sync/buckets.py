@@ -48,8 +48,7 @@ class BucketPlan:
         return [TensorSpec(name, shape, self.weights.dtypes.get(name, self.dtype))]
 
     def buckets(self, max_bytes: int) -> list[list[str]]:
-        """All weights in model order, in buckets of at most `max_bytes` bytes, or of one larger
-        weight."""
+        """All weights in model order, in buckets of `max_bytes`, or of one larger weight."""
         buckets: list[list[str]] = []
         free_bytes = 0
         for name in self.weights.shapes:

@@ -170,8 +170,7 @@ class _WeightSync:
         )
 
     def _flush(self) -> bool:
-        """Flush the servers' KV caches; False if a server has no such route and is to flush with
-        the last bucket."""
+        """Flush KV caches; False if a server has no such route: it flushes with the last bucket."""
         # Apart from the update, because a server that cannot flush during it would exit. The
         # servers are paused, so flushing first is safe, and an error has then changed nothing.
         limits = self._limits

@@ -45,8 +45,7 @@ class Limits:
     flushes: int = 10  # Tries of flushing: aborted requests may not have ended yet
     update: float = 300.0  # For one bucket
     tensor: float = 60.0
-    """For one tensor over gloo, which cannot be interrupted: other ranks may wait this long after
-    an error."""
+    """Over gloo, which cannot be interrupted: other ranks may wait this long after an error."""
     report: float = 2.0  # For a server to report why a connection broke, or to join a group late
     recovery: float = 10.0  # For servers to resume before an error is raised; they may take longer
     late: float = 120.0  # For the response to a resume request
@@ -93,8 +92,7 @@ class EngineParallelism:
 
 @dataclass(frozen=True)
 class InferenceServer:
-    """An endpoint of weight sync. Methods raise SyncError, which names the endpoint and the
-    step."""
+    """An endpoint of weight sync. Methods raise SyncError, which names endpoint and step."""
 
     endpoint: Endpoint
     key: Secret | None = None  # The server's API key

@@ -80,8 +80,7 @@ def build_handlers(
 
 
 def stop_token_ids(substrate: SharedBase, tokenizer: PreTrainedTokenizerBase) -> tuple[int, ...]:
-    """End-of-sequence tokens: from the tokenizer, config.json, and generation_config.json, if there
-    is one."""
+    """End-of-sequence tokens of the tokenizer, config.json, and generation_config.json."""
     file = substrate.weights / "generation_config.json" if substrate.weights else None
     configs = [substrate.hf_config, read_json_object(file) if file and file.is_file() else {}]
     token_ids: list[Any] = [tokenizer.eos_token_id]

@@ -68,8 +68,7 @@ class BatchDispatcher:
         ]
 
     def _count(self, num_rows: int) -> int:
-        """Micro-batches per replica: the largest number of rows of a replica, or the pipeline's
-        minimum."""
+        """Micro-batches per replica: its largest number of rows, or the pipeline's minimum."""
         train, count = self.run.train, max(1, -(-num_rows // self.num_replicas))
         if train.pipeline_parallel_size > 1:
             while not schedule_accepts(
@@ -125,8 +124,7 @@ def _build_loss_batch(
 def _concatenate(
     parts: Sequence[npt.NDArray[Any]], size: int, num_targets: int, fill: np.generic
 ) -> torch.Tensor:
-    """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `fill` where there is
-    none."""
+    """Inputs of samples, [T] or [T, K], concatenated; `fill` where there is none."""
     whole_TK = np.full((size, num_targets), fill)
     row = 0
     for part in parts:

@@ -51,8 +51,7 @@ class Sample:
 
 
 def build_client_loss(command: ForwardBackwardCommand) -> PolicyLoss:
-    """The loss with default parameters filled in. Raises CommandError for an unknown parameter or
-    an invalid value."""
+    """The loss, with default parameters. Raises CommandError for invalid parameters."""
     if fault := params_fault(command.loss, command.params):
         raise CommandError("invalid", f"{fault}.\n  Leave it out.")
     params = {**PARAMS[command.loss], **command.params}

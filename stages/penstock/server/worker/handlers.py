@@ -48,8 +48,7 @@ class CommandHandlers:
     allowed_hosts: tuple[str, ...] = LOOPBACK  # Allowed hosts of weight sync
 
     def do(self, command: commands.WorkerOperation) -> commands.Result:
-        """Run a command. Collective. Raises PenstockError if it fails; nothing has then changed,
-        except as the error says."""
+        """Run a command. Collective. Raises PenstockError; only what that says has then changed."""
         try:
             return self._run(command) or Done()
         finally:

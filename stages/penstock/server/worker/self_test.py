@@ -1,5 +1,4 @@
-"""Self test: a forward-backward pass, an optimizer step and another pass, before any client
-connects."""
+"""Self test: a pass, an optimizer step and another pass, before any client connects."""
 
 import math
 

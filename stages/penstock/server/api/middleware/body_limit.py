@@ -23,8 +23,7 @@ JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MAX_SMALL_BYTES = 1 << 20  # Maximum bytes of a body without samples, compressed and decompressed
 MAX_SMALL_VALUES = 20_000
-"""Maximum number of commas, colons and brackets in a small JSON body: some milliseconds of
-decoding."""
+"""Maximum commas, colons and brackets in a small JSON body: some milliseconds of decoding."""
 MAX_KEYS = 64
 """Maximum number of keys per object, except for loss inputs: each unknown key becomes a validation
 error, which takes more time and memory than the key."""

@@ -1,5 +1,4 @@
-"""Rate limit: requests per minute and owner. The number of pending requests is limited by
-futures."""
+"""Rate limit: requests per minute and owner. Pending requests are limited by `futures`."""
 
 import time
 from collections.abc import Callable
@@ -19,8 +18,7 @@ class RateLimit:
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, owner: str) -> None:
-        """Count one request. Raises ApiError (429) with the seconds until the next one is
-        allowed."""
+        """Count a request. Raises ApiError (429) with the seconds until the next is allowed."""
         if not self._per_minute:
             return
         now = self._clock()

@@ -26,8 +26,7 @@ from penstock.server.protocol.images import Image
 
 MAX_IMAGES = 512  # Maximum number of distinct images of a request
 MAX_IMAGE_BYTES = 128 << 20
-"""Maximum bytes of the tensors of all distinct images of a request. A small file may have many
-pixels."""
+"""Of the tensors of all distinct images of a request: a small file may have many pixels."""
 MAX_BASE64 = 180 << 20  # Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64
 TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}
@@ -64,8 +63,7 @@ class ImageExpander(Protocol):
     def expand(
         self, content: bytes, format: str, digest: bytes, *, several: bool = False
     ) -> ExpandedImage:
-        """Process a file, whose format is `png` or `jpeg`, of a sample with `several` images or
-        one. Raises BadMedia."""
+        """Process a `png` or `jpeg` of a sample with `several` images or one. Raises BadMedia."""
         ...
 
 
@@ -163,8 +161,7 @@ class ChunkDecoder:
         return index, tokens
 
     def each_image(self, indices: Sequence[int]) -> tuple[Image, ...]:
-        """The images of a prompt, one as often as it occurs. Raises ApiError if these copies are
-        too many."""
+        """The images of a prompt, with repetitions. Raises ApiError if these are too many."""
         images = tuple(self.images[index] for index in indices)
         _require_bytes(sum(image.num_bytes for image in images))
         return images

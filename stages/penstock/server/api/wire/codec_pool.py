@@ -34,8 +34,7 @@ JOB_SECONDS = 60.0
 BASE_MEMORY = 1 << 30
 """Memory limit of a process in bytes, in addition to twice the maximum body size."""
 IMAGE_MEMORY = 2 << 30
-"""Further bytes where images are processed: their processor, and one image of
-`media.decode.MAX_PIXELS`."""
+"""Where images are processed: their processor, and one image of `media.decode.MAX_PIXELS`."""
 CHUNK_BYTES = 1 << 16
 """Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop
 is blocked; with chunks of a megabyte they take seven."""

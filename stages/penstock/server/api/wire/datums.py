@@ -46,8 +46,7 @@ LossInputArrays = dict[str, Numbers]
 def datums_from_proto(
     data: Sequence[pb.Datum], loss: Loss, chunks: ChunkDecoder
 ) -> tuple[Datum, ...]:
-    """Decode the SDK's protobuf samples. Raises ApiError naming the sample and the invalid
-    input."""
+    """Decode protobuf samples. Raises ApiError naming the sample and the invalid input."""
     decoded: list[Datum] = []
     for index, datum in enumerate(data):
         loc, inputs = f"sample {index}", datum.loss_fn_inputs
@@ -61,8 +60,7 @@ def datums_from_proto(
 def datums_from_json(
     data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss, chunks: ChunkDecoder
 ) -> tuple[Datum, ...]:
-    """Decode JSON samples of either form: `model_input` and `loss_fn_inputs` of each. Raises
-    ApiError as above."""
+    """Decode JSON samples: `model_input` and `loss_fn_inputs` of each. Raises ApiError as above."""
     return tuple(
         _datum_from_json(written, inputs, loss, chunks, f"sample {index}")
         for index, (written, inputs) in enumerate(data)

@@ -126,8 +126,7 @@ def per_token(numbers: Numbers, length: int, loc: str) -> npt.NDArray[Any]:
 
 
 def per_target(numbers: Numbers, shape: tuple[int, ...], loc: str) -> npt.NDArray[Any]:
-    """One value per target of shape [T] or [T, K]; a value per token is broadcast to its targets.
-    Raises ApiError."""
+    """One value per target, [T] or [T, K]; one per token is broadcast. Raises ApiError."""
     if numbers.shape == shape:
         return numbers
     values = per_token(numbers, shape[0], loc)
