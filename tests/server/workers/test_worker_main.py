@@ -73,9 +73,9 @@ async def as_engine(job, orders):
     channel = connecting(FromWorkers, job.workers_address)
     told, beats = [], 0
     for message in (
-        Hello(engine="e"),
+        Hello(instance="e"),
         *(Command(id=str(number), operation=order) for number, order in enumerate(orders)),
-        Hello(engine="another"),
+        Hello(instance="another"),
     ):
         await channel.send(message)
         while isinstance(heard := await channel.receive(), WorkerHeartbeat):

@@ -24,7 +24,8 @@ class Cancel(Message):
 
 
 class Hello(Message):
-    """First message of an API process. Pending requests of an earlier one are dropped."""
+    """First message of an API process, whose predecessor's waiting requests the scheduler drops;
+    and of a scheduler, to which workers reply with Ready."""
 
     instance: str
 

@@ -8,7 +8,8 @@ from typing import Literal
 
 from msgspec import field
 
-from penstock.server.protocol.codec import Category, Code, Message
+from penstock.server.protocol.codec import Message
+from penstock.server.protocol.envelopes import Failure, Hello
 from penstock.server.protocol.requests import (
     ForwardBackward,
     ModelConfig,
@@ -107,12 +108,6 @@ class Command(Message):
     operation: WorkerOperation
 
 
-class Hello(Message):
-    """First message of the scheduler. The workers reply with Ready."""
-
-    engine: str
-
-
 class Shutdown(Message):
     """Stop the workers."""
 
@@ -163,13 +158,9 @@ class Reply(Message):
     result: Result
 
 
-class CommandFailure(Message):
+class CommandFailure(Failure, kw_only=True):
     """A command failed, and changed nothing unless `needs_restart`."""
 
-    id: str
-    error: str
-    category: Category
-    code: Code
     needs_restart: bool = False
     """Whether the ranks' state is undefined, so that they exit and are restarted."""
 

@@ -155,11 +155,8 @@ def _check_sample(operation: Sample, served: ServedModel) -> None:
         if not 0 <= (count := getattr(operation, name)) <= MAX_TOPK:
             raise _invalid(f"{name} is {count}; 0 to {MAX_TOPK} may be")
     free_tokens = served.max_context - len(tokens)
-    max_new_tokens = (
-        free_tokens
-        if operation.sampling.max_tokens is None
-        else min(free_tokens, operation.sampling.max_tokens)
-    )
+    limit = operation.sampling.max_tokens
+    max_new_tokens = free_tokens if limit is None else min(free_tokens, limit)
     num_topk_values = (
         len(tokens) * operation.topk_prompt_logprobs
         + operation.count * max_new_tokens * operation.topk_sample_logprobs
@@ -209,10 +206,9 @@ def _check_create(operation: CreateModel, served: ServedModel) -> None:
             f"the requested rank is {operation.lora.rank}; 1 to {served.max_rank} may be.\n"
             "  Request less, or raise lora_rank in the server's file."
         )
-    if operation.lora.alpha is not None and not (
-        math.isfinite(operation.lora.alpha) and operation.lora.alpha > 0
-    ):
-        raise _invalid(f"alpha is {operation.lora.alpha}; it is above 0")
+    alpha = operation.lora.alpha
+    if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
+        raise _invalid(f"alpha is {alpha}; it is above 0")
 
 
 def _check_adam(adam: AdamParams) -> None:

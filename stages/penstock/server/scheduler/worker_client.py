@@ -112,7 +112,7 @@ class WorkerClient:
                     self._changed()
                 # One at a time: all that are not sent yet would reach workers that connect late.
                 if self._outbox.empty():
-                    self._outbox.put_nowait(Hello(engine=self._name))
+                    self._outbox.put_nowait(Hello(instance=self._name))
                 if is_silent and self.state == "starting" and not self.reason:
                     self.reason = silence
                     self._changed()

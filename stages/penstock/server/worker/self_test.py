@@ -38,16 +38,16 @@ def self_test(handlers: CommandHandlers) -> None:
         data=data,
         rows=tuple((number,) for number in range(len(data))),
         loss="cross_entropy",
-        params={},
-        forward_only=False,
         loss_reduction="token",
     )
     opened = handlers.do(CreateModelCommand(model=NAME, lora=None))
     assert isinstance(opened, CheckpointSizes)
     try:
-        results = [handlers.do(rows), handlers.do(OptimStep(model=NAME, adam=AdamParams()))]
         # Only a pass after the step shows whether the step left finite weights.
-        results.append(handlers.do(rows))
+        results = [
+            handlers.do(command)
+            for command in (rows, OptimStep(model=NAME, adam=AdamParams()), rows)
+        ]
     finally:
         handlers.do(UnloadModelCommand(model=NAME))
     for result in results:
