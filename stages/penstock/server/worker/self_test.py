@@ -44,10 +44,8 @@ def self_test(handlers: CommandHandlers) -> None:
     assert isinstance(opened, CheckpointSizes)
     try:
         # Only a pass after the step shows whether the step left finite weights.
-        results = [
-            handlers.do(command)
-            for command in (rows, OptimStep(model=NAME, adam=AdamParams()), rows)
-        ]
+        step = OptimStep(model=NAME, adam=AdamParams())
+        results = [handlers.do(command) for command in (rows, step, rows)]
     finally:
         handlers.do(UnloadModelCommand(model=NAME))
     for result in results:
