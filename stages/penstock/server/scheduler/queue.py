@@ -163,15 +163,12 @@ class ModelQueue:
         else:
             self._complete(task, outcome)
 
-    def skip(self) -> list[Task]:
-        """Skip requests that were already rejected, and return them."""
-        skipped: list[Task] = []
+    def skip(self) -> None:
+        """Skip requests that were already rejected."""
         while (task := self.candidate()) is not None and task.outcome is not None:
             self.remove(task)
             if task.seq is not None:
                 self._complete(task, task.outcome)
-            skipped.append(task)
-        return skipped
 
     def accept_any_next(self) -> None:
         """Accept any next sequence number: those in between may be lost."""
@@ -261,15 +258,11 @@ class RequestQueue:
         self._gap = gap
         self._model_queues: dict[str, ModelQueue] = {}
         self._sampling_tasks: list[Task] = []
-        self._running: list[Task] = []
+        self.running: list[Task] = []
         self._num_arrivals = 0
 
     def __len__(self) -> int:
         return len(self._sampling_tasks) + sum(len(lane) for lane in self._model_queues.values())
-
-    @property
-    def running(self) -> list[Task]:
-        return list(self._running)
 
     def waiting(self) -> list[Task]:
         """Tasks that have not started, without those that were rejected while waiting."""
@@ -277,9 +270,8 @@ class RequestQueue:
         return [task for task in [*held, *self._sampling_tasks] if task.outcome is None]
 
     def has_waiting(self, model: str, kind: type) -> bool:
-        lane = self._model_queues.get(model)
-        return lane is not None and any(
-            task.outcome is None and isinstance(task.operation, kind) for task in lane.waiting()
+        return any(
+            task.model == model and isinstance(task.operation, kind) for task in self.waiting()
         )
 
     def pending(self, model: str) -> int:
@@ -311,10 +303,7 @@ class RequestQueue:
         """Start the next request that `may` accepts."""
         for lane in self._model_queues.values():
             lane.skip()
-        ready = [
-            candidate for lane in self._model_queues.values() if (candidate := lane.candidate())
-        ]
-        ready += self._sampling_tasks[:1]
+        ready = [*self._candidates(), *self._sampling_tasks[:1]]
         first = min(filter(may, ready), key=lambda task: task.arrival, default=None)
         if first is not None:
             self._begin(first)
@@ -323,11 +312,7 @@ class RequestQueue:
     def take_batch(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
         """Start up to `most` more sampling requests that can be batched with the running one. Only
         if no other request has waited longer."""
-        arrivals = [
-            candidate.arrival
-            for lane in self._model_queues.values()
-            if (candidate := lane.candidate())
-        ]
+        arrivals = [task.arrival for task in self._candidates()]
         before = min(arrivals, default=self._num_arrivals + 1)
         early = (task for task in self._sampling_tasks if task.arrival < before)
         alike = list(itertools.islice(filter(is_alike, early), most))
@@ -336,16 +321,14 @@ class RequestQueue:
         return alike
 
     def end(self, task: Task, outcome: Outcome) -> None:
-        self._running.remove(task)
+        self.running.remove(task)
         if task.model is not None:
             self._model_queue(task.model).end(outcome)
 
     def reject(self, task: Task, outcome: RequestError) -> None:
         """Reject a waiting request; its sequence number is skipped in its turn."""
-        if task.model is None:
-            self._sampling_tasks.remove(task)
-        elif task.seq is None:
-            self._model_queue(task.model).remove(task)
+        if task.seq is None:
+            self._remove(task)
         task.outcome = outcome
         task.request_ids = []
 
@@ -368,10 +351,7 @@ class RequestQueue:
         """Drop clients' waiting requests, which may be submitted again, in any order."""
         dropped = [task for task in self.waiting() if not task.is_internal]
         for task in dropped:
-            if task.model is None:
-                self._sampling_tasks.remove(task)
-            else:
-                self._model_queue(task.model).remove(task)
+            self._remove(task)
         for lane in self._model_queues.values():
             lane.accept_any_next()
         return dropped
@@ -404,11 +384,20 @@ class RequestQueue:
             self._model_queues.pop(model, None)
 
     def _begin(self, task: Task) -> None:
-        self._running.append(task)
+        self.running.append(task)
         if task.model is None:
             self._sampling_tasks.remove(task)
         else:
             self._model_queue(task.model).begin(task)
+
+    def _remove(self, task: Task) -> None:
+        if task.model is None:
+            self._sampling_tasks.remove(task)
+        else:
+            self._model_queue(task.model).remove(task)
+
+    def _candidates(self) -> list[Task]:
+        return [task for lane in self._model_queues.values() if (task := lane.candidate())]
 
     def _model_queue(self, model: str) -> ModelQueue:
         return self._model_queues.setdefault(model, ModelQueue(model))
