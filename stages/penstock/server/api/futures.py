@@ -5,7 +5,6 @@ import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -85,18 +84,11 @@ class Futures:
     """All futures."""
 
     def __init__(
-        self,
-        scheduler: SchedulerClient,
-        *,
-        ttl: float,
-        max_pending: int,
-        max_result_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, scheduler: SchedulerClient, *, ttl: float, max_pending: int, max_result_bytes: int
     ) -> None:
         """`ttl` in seconds after completion; `max_pending` per owner."""
         self._scheduler = scheduler
         self._ttl, self._max_pending, self._max_result_bytes = ttl, max_pending, max_result_bytes
-        self._clock = clock
         self._futures: dict[str, FutureRecord] = {}
         self._by_retry_key: dict[tuple[str, str, str], str] = {}
         self._done: dict[str, dict[str, None]] = {}  # Completed futures by owner, oldest first
@@ -218,7 +210,7 @@ class Futures:
         if future.response.cancelled():
             self._forget(future)
             return
-        future.done_at = self._clock()
+        future.done_at = time.monotonic()
         future.size = future.result_size = _result_num_bytes(future.response.result())
         self._result_bytes[future.owner] += future.size
         self._done.setdefault(future.owner, {})[future.id] = None
@@ -244,7 +236,7 @@ class Futures:
         return True
 
     def expire(self) -> None:
-        oldest = self._clock() - self._ttl
+        oldest = time.monotonic() - self._ttl
         for owner in list(self._done):
             while owner in self._done:
                 future = self._futures[next(iter(self._done[owner]))]
