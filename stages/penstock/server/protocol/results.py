@@ -74,7 +74,6 @@ class ModelResult(Message):
 
     info: ModelInfo
     served: ServedModel
-    pending: int  # Number of unanswered requests
 
 
 class ForwardBackwardResult(Message):
