@@ -7,6 +7,7 @@ from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
 from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
 from penstock.server.protocol.results import EndpointsResult
@@ -84,7 +85,8 @@ class InferenceEndpoints:
         fault = sizes.fault(world_size) if sizes else None
         if fault is not None:
             raise RequestError("invalid", f"{new.address}: {fault}")
-        fields = common_fields(new, EndpointRecord) | {"world_size": world_size}
+        fields: dict[str, Any] = common_fields(new, EndpointRecord)
+        fields["world_size"] = world_size
         api_key = operation.api_key.text if operation.api_key else None
         record = EndpointRecord(owner=owner, api_key=api_key, **fields)
         self.store.save_endpoints((*self._others(owner, new.host, new.port), record))

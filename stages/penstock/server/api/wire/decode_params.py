@@ -27,7 +27,7 @@ def parse_lora(body: LoraBody | None) -> LoraConfig | None:
     rank = body.rank if body.rank is not None else body.lora_rank
     if rank is None or None not in (body.rank, body.lora_rank):
         raise ApiError("lora_config needs a rank: rank or lora_rank, one of them")
-    fields = types.common_fields(body, LoraConfig) | {"rank": rank}
+    fields: dict[str, Any] = types.common_fields(body, LoraConfig) | {"rank": rank}
     return LoraConfig(alpha=body.lora_alpha, **fields)
 
 
