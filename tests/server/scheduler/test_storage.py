@@ -41,7 +41,7 @@ from penstock.server.scheduler.checkpoint_names import (
     parse_checkpoint_name,
     parse_checkpoint_path,
 )
-from penstock.server.scheduler.errors import RequestError, internal_error
+from penstock.server.scheduler.errors import RequestError, to_request_error
 from penstock.server.scheduler.state_store import StateStore
 from penstock.server.scheduler.storage import Storage, folder_num_bytes
 from penstock.server.worker.loop import run_command
@@ -206,7 +206,7 @@ def test_a_disk_that_fills_up_during_a_request_is_named_with_what_to_do(tmp_path
 
     with pytest.raises(OSError, match="No space") as full:
         write(None)
-    answer = internal_error(full.value).failure("1")
+    answer = to_request_error(full.value).failure("1")
     command = Command(id="1", operation=UnloadModelCommand(model="m"))
     handlers: Any = SimpleNamespace(do=write)
     broadcast: Any = None  # Ranks do not agree on what none of them expected.

@@ -32,7 +32,7 @@ from penstock.server.launch.supervisor import managed_processes, torchrun_words,
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints
 from penstock.server.protocol.types import Endpoint
 from penstock.server.scheduler.__main__ import read_settings
-from penstock.server.worker import main as worker
+from penstock.server.worker import __main__ as worker
 from tests.server.engine_house import house
 
 ALONE = ProcessInfo(0, 0, 1, torch.device("cpu"))

@@ -10,9 +10,9 @@ from penstock.config.server.config import ServerConfig, to_run_config
 from penstock.server.protocol.requests import CreateModel, CreateSession
 from penstock.server.protocol.types import LoraConfig
 from penstock.server.protocol.worker_commands import CreateModelCommand
+from penstock.server.worker.__main__ import served_by
 from penstock.server.worker.batching import BatchDispatcher
 from penstock.server.worker.datums import build_samples
-from penstock.server.worker.main import served_by
 from penstock_kernels.op import Op
 from tests.engine.runs import VOCAB
 from tests.server.engine_house import house

@@ -22,7 +22,7 @@ from penstock.server.protocol.worker_commands import (
     SaveCheckpointCommand,
     WorkerOperation,
 )
-from penstock.server.worker.main import build_handlers
+from penstock.server.worker.__main__ import build_handlers
 from tests.engine import runs
 
 RANK = 16

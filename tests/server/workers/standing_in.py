@@ -142,7 +142,7 @@ class StandIn:
 
     async def beat(self) -> None:
         while not self.is_silent:
-            await self.end.send(WorkerHeartbeat(instance=self.instance, running=""))
+            await self.end.send(WorkerHeartbeat(instance=self.instance))
             await asyncio.sleep(0.05)
 
     async def _command(self, command: Command) -> None:

@@ -79,11 +79,11 @@ def test_what_is_sent_before_the_peer_is_there_waits_for_it():
         free.close()
         await asyncio.sleep(0.1)
         engine = connecting(FromWorkers, address)
-        sending = asyncio.create_task(engine.send(Hello(engine="e")))
+        sending = asyncio.create_task(engine.send(Hello(instance="e")))
         await asyncio.sleep(0.2)
         assert not sending.done()
         workers = listening(ToWorkers, address)
-        assert await hear(workers) == Hello(engine="e")
+        assert await hear(workers) == Hello(instance="e")
         await sending
         engine.close()
         workers.close()
@@ -101,12 +101,12 @@ async def main():
     kind, address = sys.argv[1:3]
     if kind == "connects":
         end = connecting(FromWorkers, address)
-        await end.send(Hello(engine="child"))
+        await end.send(Hello(instance="child"))
     else:
         end = listening(ToWorkers, address)
         print(end.address, flush=True)
         await end.receive()
-        await end.send(WorkerHeartbeat(instance="child", running=""))
+        await end.send(WorkerHeartbeat(instance="child"))
     if len(sys.argv) > 3:
         await asyncio.sleep(0.2)
         os.kill(os.getpid(), signal.SIGSTOP)
@@ -126,16 +126,16 @@ def test_the_end_that_listens_hears_within_a_second_that_its_peer_was_killed():
     async def scenario():
         workers = listening(ToWorkers, ANYWHERE)
         with speaker("connects", workers.address) as child:
-            assert await hear(workers, 20) == Hello(engine="child")
+            assert await hear(workers, 20) == Hello(instance="child")
             child.kill()
             with pytest.raises(PeerLostError):
                 await hear(workers, LOSS_SECONDS)
             # Told once; with nobody there, what is sent is dropped.
-            await workers.send(WorkerHeartbeat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i"))
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.2)
         with speaker("connects", workers.address) as child:
-            assert await hear(workers, 20) == Hello(engine="child")
+            assert await hear(workers, 20) == Hello(instance="child")
             child.kill()
         workers.close()
 
@@ -148,8 +148,8 @@ def test_the_end_that_connects_hears_of_a_kill_and_speaks_to_the_next_one_alone(
             assert child.stdout
             address = child.stdout.readline().strip()
             engine = connecting(FromWorkers, address)
-            await engine.send(Hello(engine="e"))
-            assert await hear(engine) == WorkerHeartbeat(instance="child", running="")
+            await engine.send(Hello(instance="e"))
+            assert await hear(engine) == WorkerHeartbeat(instance="child")
             child.kill()
             child.wait()
             await asyncio.sleep(0.3)
@@ -187,11 +187,11 @@ def test_a_peer_that_is_gone_while_a_large_message_is_in_flight_is_heard_of_in_t
             if channel is None:
                 assert child.stdout
                 channel = connecting(FromWorkers, child.stdout.readline().strip())
-                await channel.send(Hello(engine="e"))
+                await channel.send(Hello(instance="e"))
             await hear(channel, 20)
             while Path(f"/proc/{child.pid}/stat").read_text().split()[2] != "T":
                 await asyncio.sleep(0.01)
-            message = Hello(engine=large)
+            message = Hello(instance=large)
             sending = asyncio.create_task(channel.send(message))
             done, _ = await asyncio.wait({sending}, timeout=0.3)
             assert not done
@@ -210,17 +210,17 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
     async def scenario():
         secret = new_secret()
         async with pair(secret) as (workers, engine):
-            await engine.send(Hello(engine="right"))
+            await engine.send(Hello(instance="right"))
             assert (await hear(workers)).engine == "right"
             stranger = connecting(FromWorkers, workers.address, other)
-            sending = asyncio.create_task(stranger.send(Hello(engine="wrong")))
+            sending = asyncio.create_task(stranger.send(Hello(instance="wrong")))
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.5)
             sending.cancel()
             stranger.close()
             await engine.send(command("still here"))
             assert (await hear(workers)).id == "still here"
-            await workers.send(WorkerHeartbeat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i"))
             assert (await hear(engine)).instance == "i"
 
     asyncio.run(scenario())
@@ -230,7 +230,7 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
 def test_another_that_comes_and_goes_is_not_taken_for_the_peer():
     async def scenario():
         async with pair() as (workers, engine):
-            await engine.send(Hello(engine="e"))
+            await engine.send(Hello(instance="e"))
             await hear(workers)
             raw = zmq.asyncio.Context.instance().socket(zmq.DEALER)
             raw.connect(workers.address)
@@ -240,7 +240,7 @@ def test_another_that_comes_and_goes_is_not_taken_for_the_peer():
             raw.close(linger=0)
             with pytest.raises(TimeoutError):
                 await hear(workers, 0.3)
-            await workers.send(WorkerHeartbeat(instance="i", running=""))
+            await workers.send(WorkerHeartbeat(instance="i"))
             assert (await hear(engine)).instance == "i"
 
     asyncio.run(scenario())
@@ -293,15 +293,15 @@ def test_the_largest_message_arrives_encrypted_and_one_byte_more_is_told(monkeyp
     monkeypatch.setattr("penstock.server.protocol.zmq_channel.FRAME_BYTES", frame_bytes)
     for module in ("codec", "zmq_channel"):
         monkeypatch.setattr(f"penstock.server.protocol.{module}.MAX_BYTES", 4096)
-    rest = len(Codec(ToWorkers).encode(Hello(engine="x" * 256))) - 256
-    largest = Hello(engine="x" * (4096 - rest))
+    rest = len(Codec(ToWorkers).encode(Hello(instance="x" * 256))) - 256
+    largest = Hello(instance="x" * (4096 - rest))
 
     async def scenario():
         async with pair(new_secret()) as (workers, engine):
             await engine.send(largest)
             assert await hear(workers) == largest
             with pytest.raises(FrameError, match="4097 bytes is over the limit of 4096"):
-                await engine.send(Hello(engine=largest.engine + "x"))
+                await engine.send(Hello(instance=largest.instance + "x"))
 
     asyncio.run(scenario())
 
@@ -319,18 +319,18 @@ def test_an_address_that_is_taken_is_told():
 def test_ends_in_memory_hear_each_other_and_of_a_peer_that_died():
     async def scenario():
         engine, workers = memory_pair(ToWorkers, FromWorkers)
-        await engine.send(Hello(engine="e"))
-        await workers.send(WorkerHeartbeat(instance="i", running=""))
+        await engine.send(Hello(instance="e"))
+        await workers.send(WorkerHeartbeat(instance="i"))
         workers.drop()
         await engine.send(command("lost"))
-        assert await hear(engine) == WorkerHeartbeat(instance="i", running="")
+        assert await hear(engine) == WorkerHeartbeat(instance="i")
         with pytest.raises(PeerLostError):
             await hear(engine)
         await engine.send(command("kept for the next"))
         _, others = memory_pair(ToWorkers, FromWorkers)
         engine.join(others)
         with pytest.raises(FrameError):
-            await engine.send(WorkerHeartbeat(instance="wrong way", running=""))
+            await engine.send(WorkerHeartbeat(instance="wrong way"))
         with pytest.raises(PeerLostError):
             await hear(others)
         assert (await hear(others)).id == "kept for the next"
@@ -362,7 +362,7 @@ def test_a_thread_beats_and_listens_while_the_main_thread_computes():
         return channel
 
     end: ThreadedEnd[Reply | WorkerHeartbeat, Command] = ThreadedEnd(
-        begin, lambda: WorkerHeartbeat(instance="i", running="1"), 0.05
+        begin, lambda: WorkerHeartbeat(instance="i"), 0.05
     )
     found = []
     engine = threading.Thread(

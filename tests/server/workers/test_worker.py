@@ -95,7 +95,7 @@ def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothin
     orders = commands(
         opening("a"), stepping("b"), passing("a", data(3)), UnloadModelCommand(model="a")
     )
-    told = served_by(operations(model, tmp_path), Script(Hello(engine="e"), *orders, Shutdown()))
+    told = served_by(operations(model, tmp_path), Script(Hello(instance="e"), *orders, Shutdown()))
     ready, opened, refused, passed, closed = told
     assert ready.models == ()
     assert isinstance(opened.result, CheckpointSizes)
@@ -153,7 +153,7 @@ def test_what_a_model_will_take_on_disk_is_told_and_holds(model, tmp_path):
 def test_models_stay_when_the_engine_is_lost_and_the_next_one_hears_of_them(model, tmp_path):
     [command] = commands(opening("a"))
     script = Script(
-        Hello(engine="e"), command, PeerLostError("gone"), Hello(engine="f"), Shutdown()
+        Hello(instance="e"), command, PeerLostError("gone"), Hello(instance="f"), Shutdown()
     )
     told = served_by(operations(model, tmp_path), script)
     assert [each.models for each in told if isinstance(each, Ready)] == [(), ("a",)]

@@ -24,7 +24,7 @@ from penstock.server.protocol.worker_commands import (
     WorkerHeartbeat,
 )
 from penstock.server.protocol.zmq_channel import connecting
-from penstock.server.worker.main import run_rank
+from penstock.server.worker.__main__ import run_rank
 from tests.engine import runs
 from tests.server.workers.orders import data, opening, passing, stepping, write_model
 
@@ -73,9 +73,9 @@ async def as_engine(job, orders):
     channel = connecting(FromWorkers, job.workers_address)
     told, beats = [], 0
     for message in (
-        Hello(engine="e"),
+        Hello(instance="e"),
         *(Command(id=str(number), operation=order) for number, order in enumerate(orders)),
-        Hello(engine="another"),
+        Hello(instance="another"),
     ):
         await channel.send(message)
         while isinstance(heard := await channel.receive(), WorkerHeartbeat):

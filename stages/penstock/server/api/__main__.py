@@ -1,5 +1,4 @@
-"""API process: `python -m penstock.server.api JOB`. Serves HTTP and forwards requests to the
-scheduler."""
+"""API process: `python -m penstock.server.api JOB`. Forwards HTTP requests to the scheduler."""
 
 import asyncio
 import gc
@@ -28,13 +27,10 @@ from penstock.server.protocol.zmq_channel import connecting
 LOG = logging.getLogger(__name__)
 
 KEEP_ALIVE_SECONDS = 75
-"""Keep-alive timeout. Longer than clients keep an idle connection, so that they do not write to a
-closed one."""
-GRACE_SECONDS = 5
-"""Seconds for open requests to finish on shutdown."""
+"""Longer than clients keep an idle connection, so that they do not write to a closed one."""
+GRACE_SECONDS = 5  # Seconds for open requests to finish on shutdown
 POLL_SECONDS = GRACE_SECONDS - 1.0
-"""Seconds that polls still wait on shutdown: their result may arrive; otherwise they return that it
-did not."""
+"""Seconds that polls still wait on shutdown: their result may arrive."""
 LOOK_SECONDS = 0.1
 
 
@@ -90,21 +86,21 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
     gc.collect()
     gc.freeze()
     service: AppState = app.state.service
-    ending = asyncio.create_task(_end_polls(server, service.shutting_down))
+
+    async def end_polls() -> None:
+        # The lifespan's shutdown is too late: uvicorn first waits for open requests, as polls are.
+        while not server.should_exit:
+            await asyncio.sleep(LOOK_SECONDS)
+        await asyncio.sleep(POLL_SECONDS)
+        service.shutting_down.set()
+
+    ending = asyncio.create_task(end_polls())
     warming = asyncio.create_task(service.codec_pool.start())
     try:
         await server.serve()
     finally:
         ending.cancel()
         warming.cancel()
-
-
-async def _end_polls(server: uvicorn.Server, shutting_down: asyncio.Event) -> None:
-    # The lifespan's shutdown comes too late: uvicorn first waits for open requests, such as polls.
-    while not server.should_exit:
-        await asyncio.sleep(LOOK_SECONDS)
-    await asyncio.sleep(POLL_SECONDS)
-    shutting_down.set()
 
 
 def read_settings(config: ServerConfig, keys: tuple[str, ...]) -> ApiSettings:

@@ -1,7 +1,5 @@
-"""Checkpoint URIs (`tinker://…`) and names of models, sessions and samplers.
-
-Inside the server a checkpoint is `<model>/weights/<name>`; the API adds a scheme.
-"""
+"""Checkpoint URIs (`tinker://…`) and names of models, sessions and samplers. Inside the server a
+checkpoint is `<model>/weights/<name>`; the API adds a scheme."""
 
 import re
 from typing import Annotated
@@ -9,29 +7,21 @@ from typing import Annotated
 from pydantic import StringConstraints
 
 from penstock.server.api.errors import ApiError
+from penstock.server.protocol.types import CHECKPOINT_NAME, MODEL_NAME
 
 # pydantic's regexes are Rust's, where `$` is the end of the text; Python's also matches before a
 # newline there, so `re` gets patterns without anchors and `fullmatch`.
-MODEL = r"^[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}$"
-CHECKPOINT = r"^[A-Za-z0-9][A-Za-z0-9_.-]{0,127}$"
-
-ModelName = Annotated[str, StringConstraints(pattern=MODEL)]
-SessionName = Annotated[str, StringConstraints(pattern=MODEL)]
-CheckpointName = Annotated[str, StringConstraints(pattern=CHECKPOINT)]
+ModelName = Annotated[str, StringConstraints(pattern=f"^{MODEL_NAME}$")]
+SessionName = ModelName
+CheckpointName = Annotated[str, StringConstraints(pattern=f"^{CHECKPOINT_NAME}$")]
 WrittenPath = Annotated[str, StringConstraints(min_length=1, max_length=400)]
 """A checkpoint path with its scheme."""
 
 _PATH = re.compile(
-    r"(?:(?:tinker|xorl)://)?"
-    r"([A-Za-z0-9][A-Za-z0-9_.:-]{0,127})/((?:sampler_)?weights)/([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
+    rf"(?:(?:tinker|xorl)://)?({MODEL_NAME})/((?:sampler_)?weights)/({CHECKPOINT_NAME})"
 )
-_ID = re.compile(
-    r"(?:((?:sampler_)?weights)/(?:([A-Za-z0-9][A-Za-z0-9_.:-]{0,127})/)?)?"
-    r"([A-Za-z0-9][A-Za-z0-9_.-]{0,127})"
-)
-
-TRAINED = ":train:"
-"""Separator of session and model number in the SDK's model names."""
+_ID = re.compile(rf"(?:((?:sampler_)?weights)/(?:({MODEL_NAME})/)?)?({CHECKPOINT_NAME})")
+TRAINED = ":train:"  # Separator of session and model number in the SDK's model names
 
 
 def read_path(written: str) -> str:
@@ -60,8 +50,7 @@ def write_path(model: str, name: str) -> str:
 
 
 def uri_scheme(model: str) -> str:
-    """The URI scheme: the SDK's models are named after their session; other clients choose names
-    themselves."""
+    """The URI scheme: the SDK's models are named after their session, those of others are not."""
     return "tinker" if TRAINED in model else "xorl"
 
 

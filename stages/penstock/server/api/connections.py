@@ -19,15 +19,11 @@ Phase = Literal["header", "request", "drain", "idle"]
 SWEEP_SECONDS = 0.5
 HEADER_SECONDS = 10.0
 """Timeout in seconds for a request header, from its first byte or from the connection's start."""
-DRAIN_SECONDS = 5.0
-"""Timeout in seconds for the rest of a rejected body."""
-WRITE_SECONDS = 30.0
-"""Timeout in seconds for the client to read more of a response."""
-CLOSE_SECONDS = 5.0
-"""Timeout in seconds for the client to read the rest of the last response."""
+DRAIN_SECONDS = 5.0  # Timeout in seconds for the rest of a rejected body
+WRITE_SECONDS = 30.0  # Timeout in seconds for the client to read more of a response
+CLOSE_SECONDS = 5.0  # Timeout in seconds for the client to read the rest of the last response
 PHASE_SECONDS: dict[Phase, float] = {"header": HEADER_SECONDS, "drain": DRAIN_SECONDS}
-NOBODY = ""
-"""The owner of a connection without an API key."""
+NOBODY = ""  # The owner of a connection without an API key
 
 
 class Client(Protocol):
@@ -35,34 +31,28 @@ class Client(Protocol):
 
     owner: str
     phase: Phase
-    since: float
-    """Start time of the phase."""
-    paused_since: float | None
-    """Start time of write backpressure: the client has not read since."""
+    since: float  # Start time of the phase
+    paused_since: float | None  # Start time of write backpressure: the client has not read since
 
     def is_closing(self) -> bool:
         """Whether it was closed with data still to be sent."""
         ...
 
-    def abort(self) -> None:
-        """Close it immediately."""
-        ...
+    def abort(self) -> None: ...
 
 
 class Connections:
     """All open connections."""
 
     def __init__(self, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` is the maximum number; a quarter of it is reserved for connections without a key
-        yet."""
+        """`limit`: maximum number; a quarter is reserved for connections without a key yet."""
         self.limit = limit
         self.clock = clock
         self._reserved = max(1, limit // 4)
         self._open: dict[Client, None] = {}
         self._by_owner: Counter[str] = Counter()
         self._closing: dict[Client, float] = {}
-        self.evicted = 0
-        """Number of connections closed because of the limit."""
+        self.evicted = 0  # Number of connections closed because of the limit
 
     def __len__(self) -> int:
         return len(self._open)
@@ -82,11 +72,8 @@ class Connections:
         self._evict(next(unidentified, None) or self._idle_of_largest() or client)
 
     def identify(self, client: Client, owner: str) -> None:
-        """Register a request of this owner on the connection.
-
-        Raises ApiError (429) if the owner has the most connections at the limit, and none of them
-        is idle.
-        """
+        """Register a request of this owner on the connection. Raises ApiError (429) if the owner
+        has the most connections at the limit, and none of them is idle."""
         if client not in self._open:
             return
         if client.owner != owner:
@@ -104,19 +91,16 @@ class Connections:
                 f"{self._by_owner[owner]} connections of yours are open, and"
                 f" {self.limit - self._reserved} may be of all; close some, and come again",
                 code="busy",
-                retry_after=1.0,
             )
         self._evict(victim)
 
     def forget(self, client: Client) -> None:
-        """Unregister a closed connection."""
         self._closing.pop(client, None)
         # All values are None, so 0 means that it was not open.
         if self._open.pop(client, 0) is None:
             self._count(client.owner, -1)
 
     def sweep(self) -> None:
-        """Close connections that have timed out."""
         now = self.clock()
         for client in list(self._open):
             if client.is_closing():
@@ -129,7 +113,6 @@ class Connections:
                 client.abort()
 
     async def sweep_periodically(self) -> None:
-        """Close connections that have timed out, until cancelled."""
         while True:
             await asyncio.sleep(SWEEP_SECONDS)
             self.sweep()

@@ -71,14 +71,11 @@ class RequestContext:
 
     service: AppState
     owner: str
-    idempotency: str
-    """The client's idempotency key, the same for a repeated request; or empty."""
+    idempotency: str  # The client's idempotency key, the same for a repeated request; or empty
 
     async def call(self, operation: Operation, kind: type[R], *, by_workers: bool = False) -> R:
-        """Wait for a request to the scheduler and return its result, of this type.
-
-        Raises ApiError: the scheduler's error, or 504 on timeout.
-        """
+        """Wait for a request to the scheduler and return its result, of this type. Raises ApiError:
+        the scheduler's error, or 504 on timeout."""
         settings = self.service.settings
         seconds = settings.operation_timeout if by_workers else settings.answer_timeout
         result = await self.service.scheduler.call(self.owner, operation, seconds)
@@ -86,7 +83,6 @@ class RequestContext:
             raise ApiError(
                 f"the scheduler returned {type(result).__name__}, not {kind.__name__}",
                 code="internal",
-                category="server",
             )
         return result
 
@@ -95,11 +91,8 @@ class RequestContext:
         self, request: Request, call: SampleCall
     ) -> AsyncGenerator[tuple[DecodedBody, ForwardBackward | Sample | EncodedRequest]]:
         """Decode a body with samples to its request. That of a large body is already encoded, and
-        must be submitted inside the block.
-
-        Raises ApiError and RequestValidationError; `request.parsed` then has the model and sequence
-        number.
-        """
+        must be submitted inside the block. Raises ApiError and RequestValidationError;
+        `request.parsed` then has the model and sequence number."""
         assert isinstance(request, BoundedRequest)
         name = new_future()
         job = BodyJob(
@@ -151,10 +144,8 @@ class RequestContext:
         **result_format: Any,
     ) -> FutureResponse:
         """Submit a request to the scheduler and return its future. `model`: for an encoded request.
-
         `retry_key` is the idempotency key if the client's names identify a repeated request;
-        `result_format` are further fields of ResultFormat.
-        """
+        `result_format` are further fields of ResultFormat."""
         model = model or getattr(operation, "model", None)
         future = await self.service.futures.submit(
             self.owner,
@@ -167,8 +158,7 @@ class RequestContext:
 
 
 async def get_context(request: Request) -> RequestContext:
-    """The context of an authenticated request. Async, because FastAPI calls sync dependencies in a
-    thread."""
+    """Of an authenticated request. Async, because FastAPI calls sync dependencies in a thread."""
     return RequestContext(
         request.app.state.service,
         request.state.owner,

@@ -8,8 +8,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from penstock.server.protocol.codec import Category, Code
-from penstock.server.protocol.envelopes import Failure
+from penstock.server.protocol.codec import Category, Code, error_category
 
 STATUS: Mapping[Code, int] = {
     "invalid": 400,
@@ -27,7 +26,6 @@ STATUS: Mapping[Code, int] = {
 """The HTTP status of each error code, for calls that return their result directly."""
 
 MAX_VALIDATION_ERRORS = 20
-"""Maximum number of validation errors per response."""
 
 
 class ApiError(HTTPException):
@@ -39,21 +37,18 @@ class ApiError(HTTPException):
         *,
         code: Code = "invalid",
         status: int | None = None,
-        category: Category = "user",
+        category: Category | None = None,
         retry_after: float | None = None,
     ) -> None:
-        """`error`: the message with its numbers, and what to do. `retry_after`: seconds."""
+        """`error`: the message with its numbers, and what to do. `category` and `retry_after`, in
+        seconds, follow from the code, unless given; an error with another status has no latter."""
+        if retry_after is None and status is None and code in ("busy", "lost", "unavailable"):
+            retry_after = 1.0
         headers = None if retry_after is None else {"Retry-After": f"{max(1, round(retry_after))}"}
         super().__init__(status or STATUS[code], detail=error, headers=headers)
         self.error = error
         self.code: Code = code
-        self.category: Category = category
-
-
-def to_api_error(failure: Failure) -> ApiError:
-    """Convert a scheduler error to the response of a call that waited for it."""
-    again = 1.0 if failure.code in ("busy", "lost", "unavailable") else None
-    return ApiError(failure.error, code=failure.code, category=failure.category, retry_after=again)
+        self.category: Category = category or error_category(code)
 
 
 async def handle_api_error(_: Request, error: Exception) -> JSONResponse:
@@ -78,7 +73,11 @@ async def handle_validation_error(_: Request, error: Exception) -> JSONResponse:
     """Response body of validation errors: each error and its location, never the input."""
     assert isinstance(error, RequestValidationError)
     errors = [
-        {"loc": [_truncate(part) for part in item["loc"]], "msg": item["msg"], "type": item["type"]}
+        {
+            "loc": [part if isinstance(part, int) else str(part)[:100] for part in item["loc"]],
+            "msg": item["msg"],
+            "type": item["type"],
+        }
         for item in error.errors()[:MAX_VALIDATION_ERRORS]
     ]
     message = "; ".join(f"{'.'.join(map(str, item['loc']))}: {item['msg']}" for item in errors)
@@ -89,10 +88,6 @@ async def handle_crash(_: Request, __: Exception) -> JSONResponse:
     """Response body of an internal error: the traceback is logged but not sent."""
     # Starlette's ServerErrorMiddleware raises it again after this response, so uvicorn logs it.
     return _error_response(500, "the server failed; its log says why", "server", "internal", None)
-
-
-def _truncate(part: object) -> str | int:
-    return part if isinstance(part, int) else str(part)[:100]
 
 
 def _error_response(

@@ -1,12 +1,10 @@
-"""Futures: asynchronous requests whose results clients poll for. Each belongs to an owner and
-expires."""
+"""Futures: requests whose results clients poll for. Each belongs to an owner and expires."""
 
 import asyncio
 import contextlib
 import secrets
 import time
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -32,23 +30,18 @@ RequestKind = Literal[
 ]
 """The request type, as results name it."""
 
-MAX_KEPT = 100_000
-"""Maximum number of completed futures, over all owners."""
-
+MAX_KEPT = 100_000  # Maximum number of completed futures, over all owners
 MAX_PENDING_BYTES, MAX_OWNER_PENDING_BYTES = 1 << 30, 256 << 20
-"""Maximum bytes of pending requests, over all owners and per owner; the scheduler holds them in
-memory."""
+"""Of pending requests, over all owners and per owner; the scheduler holds them in memory."""
 
 SWEEP_SECONDS = 10.0
-"""Seconds between sweeps of expired futures."""
 
 
 @dataclass(frozen=True)
 class EncodedRequest:
     """A request that a codec process has already encoded."""
 
-    id: str
-    """The id of its request and its future."""
+    id: str  # The id of its request and its future
     frame: Encoded
 
 
@@ -71,15 +64,11 @@ class FutureRecord:
     owner: str
     result_format: ResultFormat
     response: asyncio.Future[AnyResponse]
-    retry_key: tuple[str, str, str] | None
-    """Owner, call and idempotency key of the request."""
+    retry_key: tuple[str, str, str] | None  # Owner, call and idempotency key of the request
     done_at: float | None = None
-    result_size: int = 0
-    """Bytes of its result's arrays."""
-    size: int = 0
-    """Bytes held for it: its result, and its encoded result."""
+    result_size: int = 0  # Bytes of its result's arrays
+    size: int = 0  # Bytes held for it: its result, and its encoded result
     request_size: int = 0
-    """Bytes of its request."""
     payloads: dict[str, bytes] = field(default_factory=dict[str, bytes])
     """The encoded result by format, cached on first request if it is large."""
     encode_lock: asyncio.Lock = field(default_factory=asyncio.Lock)
@@ -95,22 +84,14 @@ class Futures:
     """All futures."""
 
     def __init__(
-        self,
-        scheduler: SchedulerClient,
-        *,
-        ttl: float,
-        max_pending: int,
-        max_result_bytes: int,
-        clock: Callable[[], float] = time.monotonic,
+        self, scheduler: SchedulerClient, *, ttl: float, max_pending: int, max_result_bytes: int
     ) -> None:
         """`ttl` in seconds after completion; `max_pending` per owner."""
         self._scheduler = scheduler
         self._ttl, self._max_pending, self._max_result_bytes = ttl, max_pending, max_result_bytes
-        self._clock = clock
         self._futures: dict[str, FutureRecord] = {}
         self._by_retry_key: dict[tuple[str, str, str], str] = {}
-        self._done: dict[str, dict[str, None]] = {}
-        """Completed futures by owner, oldest first."""
+        self._done: dict[str, dict[str, None]] = {}  # Completed futures by owner, oldest first
         self._pending: Counter[str] = Counter()
         self._pending_bytes: Counter[str] = Counter()
         self._result_bytes: Counter[str] = Counter()
@@ -120,11 +101,9 @@ class Futures:
 
     @property
     def pending(self) -> int:
-        """Number of pending futures."""
         return self._pending.total()
 
     async def sweep_periodically(self) -> None:
-        """Drop expired results, until cancelled."""
         while True:
             await asyncio.sleep(min(SWEEP_SECONDS, self._ttl))
             self.expire()
@@ -153,14 +132,12 @@ class Futures:
             raise ApiError(
                 f"the workers are not restarted: {status.reason}",
                 code="unavailable",
-                category="server",
                 retry_after=60.0,
             )
         if self._pending[owner] >= self._max_pending:
             raise ApiError(
                 f"{self._max_pending} of your requests are not done yet; wait for some of them",
                 code="busy",
-                retry_after=1.0,
             )
         size = _request_num_bytes(operation)
         if (
@@ -171,7 +148,6 @@ class Futures:
                 f"{self._pending_bytes[owner]} bytes of your requests are not done yet, and this"
                 f" one has {size}; wait for some of them",
                 code="busy",
-                retry_after=1.0,
             )
         name = operation.id if isinstance(operation, EncodedRequest) else new_future()
         future = FutureRecord(
@@ -199,17 +175,14 @@ class Futures:
         future = self._futures.get(name)
         if future is None or future.owner != owner:
             raise ApiError(
-                f"{name[:100]!r} is no stored future of yours; send its request again",
-                code="gone",
+                f"{name[:100]!r} is no stored future of yours; send its request again", code="gone"
             )
         return future
 
     async def skip_sequence_number(self, owner: str, model: str, seq: int) -> None:
-        """Tell the scheduler to skip this sequence number: its request was rejected here.
-
-        Requests wait for those with lower numbers, so a missing number would block the following
-        ones. An empty forward pass takes its place, which the scheduler rejects.
-        """
+        """Tell the scheduler to skip this sequence number: its request was rejected here. Requests
+        wait for those with lower numbers, so a missing number would block the following ones. An
+        empty forward pass takes its place, which the scheduler rejects."""
         nothing = ForwardBackward(model=model, data=(), loss="cross_entropy", forward_only=True)
         with contextlib.suppress(ApiError):
             await self._scheduler.submit(
@@ -223,7 +196,6 @@ class Futures:
             await self._scheduler.cancel(future.id)
 
     def cache_payload(self, future: FutureRecord, form: str, payload: bytes) -> None:
-        """Cache an encoded result for repeated polls."""
         if future.id in self._done.get(future.owner, {}):
             future.payloads[form] = payload
             future.size += len(payload)
@@ -238,7 +210,7 @@ class Futures:
         if future.response.cancelled():
             self._forget(future)
             return
-        future.done_at = self._clock()
+        future.done_at = time.monotonic()
         future.size = future.result_size = _result_num_bytes(future.response.result())
         self._result_bytes[future.owner] += future.size
         self._done.setdefault(future.owner, {})[future.id] = None
@@ -264,8 +236,7 @@ class Futures:
         return True
 
     def expire(self) -> None:
-        """Drop results whose time to live is over."""
-        oldest = self._clock() - self._ttl
+        oldest = time.monotonic() - self._ttl
         for owner in list(self._done):
             while owner in self._done:
                 future = self._futures[next(iter(self._done[owner]))]
@@ -287,7 +258,6 @@ class Futures:
 
 
 def _is_retryable(end: asyncio.Future[AnyResponse]) -> bool:
-    """Whether the request failed and may be retried."""
     return end.done() and (end.cancelled() or isinstance(end.result(), Failure))
 
 

@@ -11,18 +11,11 @@ from penstock.server.api.connections import NOBODY, Client, Connections, Phase
 
 MAX_HEADER_BYTES = 64 << 10
 MAX_HEADERS = 100
-MAX_PIPELINED = 8
-"""Maximum number of pipelined requests per connection."""
-
-EXTENSION = "penstock.connection"
-"""Scope key of a request's connection."""
-
-FILES = 64
-"""File descriptors of the process besides its connections."""
-BACKLOG, SMALL_BACKLOG = 128, 16
-"""Listen backlog, for a large and for a small descriptor limit."""
-ROUNDS = 3
-"""Event loop iterations from accepting a connection until it or another one is closed."""
+MAX_PIPELINED = 8  # Maximum number of pipelined requests per connection
+EXTENSION = "penstock.connection"  # Scope key of a request's connection
+FILES = 64  # File descriptors of the process besides its connections
+BACKLOG, SMALL_BACKLOG = 128, 16  # Listen backlog, for a large and for a small descriptor limit
+ROUNDS = 3  # Event loop iterations from accepting a connection until it or another one is closed
 
 
 class Connection(HttpToolsProtocol):
@@ -40,17 +33,14 @@ class Connection(HttpToolsProtocol):
         self._has_message = False
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Register the connection."""
         super().connection_made(transport)
         self._connections.admit(self)
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Unregister the connection."""
         self._connections.forget(self)
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Parse more bytes, with a limit on the header."""
         if self.transport.is_closing():
             return
         if self.phase == "idle":
@@ -62,23 +52,19 @@ class Connection(HttpToolsProtocol):
             self.abort()
 
     def on_message_begin(self) -> None:
-        """A new request starts."""
         super().on_message_begin()
         self._has_message, self._header_bytes = False, 0
         self.scope["extensions"] = {EXTENSION: self}  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_url(self, url: bytes) -> None:
-        """Part of the URL."""
         self._count(len(url))
         super().on_url(url)
 
     def on_header(self, name: bytes, value: bytes) -> None:
-        """One header."""
         self._count(len(name) + len(value))
         super().on_header(name, value)
 
     def on_headers_complete(self) -> None:
-        """Handle the request, unless too many are pipelined."""
         if len(self.pipeline) >= MAX_PIPELINED:
             self.abort()
             return
@@ -86,12 +72,10 @@ class Connection(HttpToolsProtocol):
         super().on_headers_complete()
 
     def on_body(self, body: bytes) -> None:
-        """Part of the body."""
         if self.cycle is not None:
             super().on_body(body)
 
     def on_message_complete(self) -> None:
-        """The request is complete."""
         self._has_message = True
         if self.phase == "drain":
             self._enter("idle")
@@ -99,32 +83,27 @@ class Connection(HttpToolsProtocol):
             super().on_message_complete()
 
     def on_response_complete(self) -> None:
-        """The response has been written."""
         is_next = bool(self.pipeline)
         super().on_response_complete()
         if not self.transport.is_closing() and not is_next:
             self._enter("idle" if self._has_message else "drain")
 
     def pause_writing(self) -> None:
-        """The client stopped reading."""
         self.paused_since = self._connections.clock()
         super().pause_writing()
 
     def resume_writing(self) -> None:
-        """The client reads again."""
         self.paused_since = None
         super().resume_writing()
 
     def is_closing(self) -> bool:
-        """Whether it was closed with data still to be sent."""
         return self.transport.is_closing()
 
     def abort(self) -> None:
-        """Close it immediately."""
         self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:
-        """Upgrades are not supported: serve the request as HTTP/1.1 and read nothing after it."""
+        # Upgrades are not supported: serve the request as HTTP/1.1 and read nothing after it.
         if self.cycle is not None:
             self.cycle.keep_alive = False
 

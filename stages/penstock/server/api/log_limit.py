@@ -6,9 +6,7 @@ from collections.abc import Callable
 
 LINES = 20
 SECONDS = 10.0
-"""Window in seconds."""
-MAX_KINDS = 1000
-"""Maximum number of distinct line formats."""
+MAX_KINDS = 1000  # Maximum number of distinct line formats
 
 
 class LogLimit(logging.Filter):
@@ -20,7 +18,6 @@ class LogLimit(logging.Filter):
         self._kinds: dict[tuple[str, int, str], tuple[float, int]] = {}
 
     def filter(self, record: logging.LogRecord) -> bool:
-        """Whether a line is logged."""
         now = self._clock()
         kind = (record.name, record.levelno, str(record.msg)[:200])
         began, count = self._kinds.get(kind, (now, 0))

@@ -5,7 +5,6 @@ from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, gene
 from penstock.server.protocol.envelopes import Status
 
 CONTENT_TYPE = "text/plain; version=0.0.4; charset=utf-8"
-
 SECONDS = (0.001, 0.003, 0.01, 0.03, 0.1, 0.3, 1.0, 3.0, 10.0, 30.0, 60.0)
 """Upper bounds of the latency histogram's buckets in seconds."""
 
@@ -34,8 +33,7 @@ class Metrics:
         self._queued = self._gauge("penstock_engine_queued", "Requests that wait in the scheduler.")
         self._engine = self._gauge("penstock_engine_up", "1 while the scheduler is connected.")
         self._workers = self._gauge("penstock_workers_ready", "1 while the workers are ready.")
-        self.total = 0
-        """Number of requests served."""
+        self.total = 0  # Number of requests served
 
     def observe(self, route: str, method: str, status: int, seconds: float) -> None:
         """Record a request by the path template of its route, not by the client's path."""

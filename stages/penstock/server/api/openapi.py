@@ -8,7 +8,6 @@ from typing import Any
 
 from fastapi import FastAPI
 from fastapi.openapi.utils import get_openapi
-from pydantic import BaseModel
 
 from penstock.server.api.middleware.body_limit import JSON
 from penstock.server.api.schemas.requests import AsampleBody, ForwardBackwardBody, ForwardBody
@@ -56,7 +55,10 @@ def document(app: FastAPI) -> dict[str, Any]:
         schema = get_openapi(title=app.title, version=app.version, routes=app.routes)
         schemas = schema["components"]["schemas"]
         for model in (ErrorResponse, ForwardBackwardBody, ForwardBody, AsampleBody):
-            _add(schemas, model)
+            model_schema = model.model_json_schema(ref_template=SCHEMAS + "{model}")
+            for name, part in model_schema.pop("$defs", {}).items():
+                schemas.setdefault(name, part)
+            schemas[model.__name__] = model_schema
         schema["components"]["securitySchemes"] = KEYS
         schema["security"] = [{name: []} for name in KEYS]
         body = {"schema": {"$ref": f"{SCHEMAS}{ErrorResponse.__name__}"}}
@@ -72,10 +74,3 @@ def document(app: FastAPI) -> dict[str, Any]:
                     answers.setdefault(str(status), error)
         app.openapi_schema = schema
     return app.openapi_schema
-
-
-def _add(schemas: dict[str, Any], model: type[BaseModel]) -> None:
-    schema = model.model_json_schema(ref_template=SCHEMAS + "{model}")
-    for name, part in schema.pop("$defs", {}).items():
-        schemas.setdefault(name, part)
-    schemas[model.__name__] = schema

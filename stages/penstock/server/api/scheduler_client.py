@@ -5,7 +5,7 @@ import logging
 import secrets
 import time
 
-from penstock.server.api.errors import ApiError, to_api_error
+from penstock.server.api.errors import ApiError
 from penstock.server.protocol.codec import Channel, Encoded, FrameError, PeerLostError
 from penstock.server.protocol.envelopes import (
     Cancel,
@@ -22,9 +22,7 @@ from penstock.server.protocol.results import Result
 
 LOG = logging.getLogger(__name__)
 
-HELLO_SECONDS = 1.0
-"""Seconds between hello messages until the scheduler answers."""
-
+HELLO_SECONDS = 1.0  # Seconds between hello messages until the scheduler answers
 LOST = "the scheduler died while this was running; what it had done is unknown. Send it again."
 
 AnyResponse = Response | Failure
@@ -54,14 +52,10 @@ class SchedulerClient:
         return response
 
     def expect(self, name: str) -> asyncio.Future[AnyResponse]:
-        """Register a future of a request that is about to be sent. Raises ApiError (503) if the
-        scheduler is not connected."""
+        """Register a request. Raises ApiError (503) if the scheduler is not connected."""
         if self.status is None or self._greeted != self._instance:
             raise ApiError(
-                "the scheduler is not connected; it is being restarted",
-                code="unavailable",
-                category="server",
-                retry_after=1.0,
+                "the scheduler is not connected; it is being restarted", code="unavailable"
             )
         response: asyncio.Future[AnyResponse] = asyncio.get_running_loop().create_future()
         self._waiting[name] = response
@@ -69,10 +63,8 @@ class SchedulerClient:
         return response
 
     async def send(self, request: Request | Encoded, name: str) -> None:
-        """Send a registered request; if sending fails, its future is cancelled.
-
-        Raises ApiError (413) for a message that is too large for the channel.
-        """
+        """Send a registered request; if sending fails, its future is cancelled. Raises ApiError
+        (413) for a message that is too large for the channel."""
         response = self._waiting[name]
         try:
             await self._channel.send(request)
@@ -83,11 +75,8 @@ class SchedulerClient:
             raise
 
     async def call(self, owner: str, operation: Operation, seconds: float) -> Result:
-        """Send a request and wait for its result.
-
-        Raises ApiError: the scheduler's error, or 504 after `seconds`; the request is then
-        cancelled unless it has started.
-        """
+        """Send a request and wait for its result. Raises ApiError: the scheduler's error, or 504
+        after `seconds`; the request is then cancelled unless it has started."""
         request = Request(id=secrets.token_hex(16), owner=owner, operation=operation)
         response = await self.submit(request)
         try:
@@ -98,18 +87,15 @@ class SchedulerClient:
                 f"the server has not done it within {seconds:g} s; ask again later",
                 status=504,
                 code="unavailable",
-                category="server",
             ) from None
         if isinstance(reply, Failure):
-            raise to_api_error(reply)
+            raise ApiError(reply.error, code=reply.code, category=reply.category)
         return reply.result
 
     async def cancel(self, name: str) -> None:
-        """Cancel the request unless it has started."""
         await self._channel.send(Cancel(id=name))
 
     async def listen(self) -> None:
-        """Receive results and status, until cancelled."""
         while True:
             try:
                 message = await self._channel.receive()

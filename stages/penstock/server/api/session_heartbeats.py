@@ -9,7 +9,7 @@ import asyncio
 import logging
 import time
 from collections import defaultdict
-from collections.abc import Callable
+from dataclasses import dataclass, field
 
 from penstock.server.api.errors import ApiError
 from penstock.server.api.scheduler_client import SchedulerClient
@@ -18,41 +18,25 @@ from penstock.server.protocol.results import HeartbeatResult
 
 LOG = logging.getLogger(__name__)
 
-LONGEST_INTERVAL = 1.0
-"""Maximum seconds between batches to the scheduler."""
-
-KEPT_SECONDS = 60.0
-"""A session without heartbeat for so many seconds is looked up again."""
+LONGEST_INTERVAL = 1.0  # Maximum seconds between batches to the scheduler
+KEPT_SECONDS = 60.0  # A session without heartbeat for so many seconds is looked up again
 
 
+@dataclass
 class SessionHeartbeats:
     """Sessions with live clients."""
 
-    def __init__(
-        self,
-        scheduler: SchedulerClient,
-        *,
-        idle_timeout: float,
-        answer_timeout: float,
-        clock: Callable[[], float] = time.monotonic,
-    ) -> None:
-        """`idle_timeout`: seconds without a heartbeat after which a session ends; `answer_timeout`:
-        seconds that the scheduler has to answer."""
-        self._scheduler = scheduler
-        self._interval = min(LONGEST_INTERVAL, idle_timeout / 4)
-        self._answer_timeout = answer_timeout
-        self._clock = clock
-        self._heard: dict[tuple[str, str], float] = {}
-        """Time of the last heartbeat of each known session, by owner and name."""
-        self._unsent: defaultdict[str, set[str]] = defaultdict(set)
+    scheduler: SchedulerClient
+    idle_timeout: float  # Seconds without a heartbeat after which a session ends
+    answer_timeout: float  # Seconds that the scheduler has to answer
+    _heard: dict[tuple[str, str], float] = field(default_factory=dict[tuple[str, str], float])
+    """Time of the last heartbeat of each known session, by owner and name."""
+    _unsent: defaultdict[str, set[str]] = field(default_factory=lambda: defaultdict(set))
 
     async def beat(self, owner: str, session: str) -> None:
-        """Record a heartbeat of a session.
-
-        Raises ApiError: 410 if the owner has no such session, 503 if the scheduler is not
-        connected.
-        """
-        if (owner, session) in self._heard and self._scheduler.status is not None:
+        """Record a heartbeat of a session. Raises ApiError: 410 if the owner has no such session,
+        503 if the scheduler is not connected."""
+        if (owner, session) in self._heard and self.scheduler.status is not None:
             self._unsent[owner].add(session)
         elif await self._gone(owner, (session,)):
             # The SDK stops its heartbeats on a 410.
@@ -61,40 +45,33 @@ class SessionHeartbeats:
 
     def begin(self, owner: str, session: str) -> None:
         """The scheduler has confirmed that the session exists."""
-        self._heard[owner, session] = self._clock()
+        self._heard[owner, session] = time.monotonic()
 
     def forget(self, owner: str, session: str) -> None:
         """The session is being ended; the scheduler reports its outcome."""
         self._heard.pop((owner, session), None)
 
     async def _gone(self, owner: str, sessions: tuple[str, ...]) -> tuple[str, ...]:
-        """The sessions that do not exist."""
-        result = await self._scheduler.call(
-            owner, Heartbeat(sessions=sessions), self._answer_timeout
-        )
+        result = await self.scheduler.call(owner, Heartbeat(sessions=sessions), self.answer_timeout)
         assert isinstance(result, HeartbeatResult)
         return result.sessions
 
     async def forward_periodically(self) -> None:
-        """Forward heartbeats, until cancelled."""
         while True:
-            await asyncio.sleep(self._interval)
+            await asyncio.sleep(min(LONGEST_INTERVAL, self.idle_timeout / 4))
             # Replaced before the first await: heartbeats that arrive meanwhile are in the new one.
             untold, self._unsent = self._unsent, defaultdict(set)
             for owner, sessions in untold.items():
-                await self._send_heartbeats(owner, sessions)
-            oldest = self._clock() - KEPT_SECONDS
+                try:
+                    gone = await self._gone(owner, tuple(sessions))
+                except Exception as error:  # noqa: BLE001 - an error must not end the sessions
+                    # A scheduler that is disconnected or slow is informed the next time.
+                    LOG.warning("heartbeats could not be forwarded: %s", error)
+                    self._unsent[owner] |= sessions
+                    continue
+                for session in gone:
+                    self.forget(owner, session)
+            oldest = time.monotonic() - KEPT_SECONDS
             self._heard = {
                 name: heard_at for name, heard_at in self._heard.items() if heard_at > oldest
             }
-
-    async def _send_heartbeats(self, owner: str, sessions: set[str]) -> None:
-        try:
-            gone = await self._gone(owner, tuple(sessions))
-        except Exception as error:  # noqa: BLE001 - an error must not end the sessions
-            # A scheduler that is disconnected or slow is informed the next time.
-            LOG.warning("heartbeats could not be forwarded: %s", error)
-            self._unsent[owner] |= sessions
-            return
-        for session in gone:
-            self.forget(owner, session)

@@ -31,7 +31,6 @@ class ProcessorExpander:
 
     @property
     def has_two_forms(self) -> bool:
-        """Whether an image of a sample with several has other tensors than one alone."""
         return self.processor.has_two_forms
 
     def expand(
@@ -61,11 +60,9 @@ class ProcessorExpander:
 
 
 def load_expander(folder: str) -> ProcessorExpander:
-    """The image processor and tokenizer in a folder.
-
-    Raises ConfigError if there is no image processor or it cannot be used, CapabilityError if it is
-    not supported or Pillow is not installed.
-    """
+    """The image processor and tokenizer in a folder. Raises ConfigError if there is no image
+    processor or it cannot be used, CapabilityError if it is not supported or Pillow is not
+    installed."""
     tokenizer = load_tokenizer(folder)
     processor = load_image_processor(folder, None, tokenizer)
     if processor is None:

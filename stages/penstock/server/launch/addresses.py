@@ -36,10 +36,8 @@ def parse_port(address: str) -> int:
 
 
 def free_port(host: str, port: int, field: str) -> int:
-    """The given port of the host, or a free one for 0.
-
-    Raises ConfigError if the address cannot be bound; `field` is its setting.
-    """
+    """The given port of the host, or a free one for 0. Raises ConfigError if the address cannot be
+    bound; `field` is its setting."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as listener:
         # asyncio and ZeroMQ set it too: a port in TIME_WAIT, of a server that just ended, is free.

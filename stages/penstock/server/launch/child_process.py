@@ -28,18 +28,14 @@ class ManagedProcess:
     log: Callable[[str], None]
     most_deaths: int | None = None
     """Consecutive deaths after which it is not restarted; None: always restarted."""
-    stop_seconds: float = 10.0
-    """Seconds to exit after a stop request before it is killed."""
+    stop_seconds: float = 10.0  # Seconds to exit after a stop request before it is killed
     settled_seconds: float = SETTLED_SECONDS
-    pass_env: Sequence[str] = ()
-    """Further variables of the launcher to pass on."""
+    pass_env: Sequence[str] = ()  # Further variables of the launcher to pass on
     together: MultiNode = field(default_factory=MultiNode)
     """Coordination of restarts with other machines."""
-    deaths: int = 0
-    """Consecutive deaths."""
+    deaths: int = 0  # Consecutive deaths
     is_given_up: bool = False
-    ended_well: bool = False
-    """Whether it exited with status 0 after a stop request."""
+    ended_well: bool = False  # Whether it exited with status 0 after a stop request
     _process: "subprocess.Popen[bytes] | None" = field(default=None, repr=False)
     _is_ending: bool = False
     _began: float = 0.0
@@ -78,7 +74,12 @@ class ManagedProcess:
         self._process = None
         self.together.died()
         self.deaths = 1 if now - self._began >= self.settled_seconds else self.deaths + 1
-        ended = _ending(status)
+        ended = f"ended with status {status}"
+        if status < 0:
+            # Of real-time signals `Signals` knows the first and the last alone.
+            is_named = -status in set(signal.Signals)
+            name = signal.Signals(-status).name if is_named else f"signal {-status}"
+            ended = f"was ended by {name}"
         if self.most_deaths is not None and self.deaths > self.most_deaths:
             self.is_given_up = True
             self.log(f"{self.name} {ended}, {self.deaths} times in a row: not started again")
@@ -89,7 +90,6 @@ class ManagedProcess:
 
     @property
     def is_alive(self) -> bool:
-        """Whether its main process is alive."""
         return self._process is not None and self._process.poll() is None
 
     def ask_to_end(self) -> None:
@@ -99,8 +99,7 @@ class ManagedProcess:
             self._process.terminate()
 
     def end(self, *, at_once: Callable[[], bool] = lambda: False) -> None:
-        """Wait until it has exited; kill it after `stop_seconds`, or when `at_once` returns
-        True."""
+        """Wait until it exits; kill it after `stop_seconds`, or when `at_once` returns True."""
         if self._process is None:
             return
         deadline = time.monotonic() + self.stop_seconds
@@ -115,16 +114,7 @@ class ManagedProcess:
         self._process = None
 
     def _kill_group(self) -> None:
-        """Orphaned children must not keep its port or its devices."""
+        # Orphaned children must not keep its port or its devices.
         assert self._process is not None
         with suppress(ProcessLookupError, PermissionError):
             os.killpg(self._process.pid, signal.SIGKILL)
-
-
-def _ending(status: int) -> str:
-    if status >= 0:
-        return f"ended with status {status}"
-    try:
-        return f"was ended by {signal.Signals(-status).name}"
-    except ValueError:
-        return f"was ended by signal {-status}"

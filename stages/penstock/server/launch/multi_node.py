@@ -11,9 +11,7 @@ from pathlib import Path
 
 from penstock.core.files import atomic_write
 
-LOOK_SECONDS = 0.5
-"""Seconds between polls of the shared folder."""
-
+LOOK_SECONDS = 0.5  # Seconds between polls of the shared folder
 START = "start"
 ENDED = "ended-"
 
@@ -45,7 +43,6 @@ class FirstNode(MultiNode):
         self._last_poll = 0.0
 
     def started(self) -> None:
-        """Assign a new id."""
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in self._folder.glob(f"{ENDED}*"):
             old.unlink(missing_ok=True)
@@ -54,7 +51,6 @@ class FirstNode(MultiNode):
             part.write_text(self._start_id, encoding="ascii")
 
     def must_end(self) -> bool:
-        """Whether another node recorded that this start died there."""
         if time.monotonic() - self._last_poll < LOOK_SECONDS:
             return False
         self._last_poll = time.monotonic()
@@ -72,15 +68,13 @@ class OtherNode(FirstNode):
         return self._read_start_id() not in ("", self._start_id)
 
     def started(self) -> None:
-        """Join the current start."""
         self._start_id = self._read_start_id()
 
     def died(self) -> None:
-        """Record that it died here."""
         (self._folder / f"{ENDED}{self._start_id}").touch()
 
     def _has_died_elsewhere(self) -> bool:
-        """The first node has then started again."""
+        # The first node has then started again.
         return self.may_start()
 
     def _read_start_id(self) -> str:

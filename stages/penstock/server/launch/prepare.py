@@ -5,6 +5,7 @@ import socket
 import time
 import uuid
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -36,12 +37,7 @@ from penstock.server.launch.addresses import (
     workers_bind,
 )
 from penstock.server.launch.job import FOLDER, Mode, ServerJob
-from penstock.server.protocol.secret import (
-    new_secret,
-    read_secret,
-    require_private,
-    write_secret,
-)
+from penstock.server.protocol.secret import new_secret, read_secret, require_private, write_secret
 
 PACKAGES = {
     "fastapi": "fastapi",
@@ -57,21 +53,19 @@ PACKAGES = {
 
 def require_packages() -> None:
     """Raise CapabilityError naming every package that is not installed."""
-    lacking = [package for module, package in PACKAGES.items() if not _is_there(module)]
+    lacking: list[str] = []
+    for module, package in PACKAGES.items():
+        # `find_spec` imports the parents of a dotted name, here `google`.
+        with suppress(ModuleNotFoundError):
+            if find_spec(module) is not None:
+                continue
+        lacking.append(package)
     if lacking:
         raise CapabilityError(
             f"a training server needs {', '.join(lacking)}, which"
             f" {'is' if len(lacking) == 1 else 'are'} not installed.\n"
             "  Run pip install 'penstock[server]'."
         )
-
-
-def _is_there(module: str) -> bool:
-    try:
-        # `find_spec` imports the parents of a dotted name, here `google`.
-        return find_spec(module) is not None
-    except ModuleNotFoundError:
-        return False
 
 
 WORKERS_SECRET = "workers.secret"
@@ -91,31 +85,32 @@ class LaunchPlan:
 
     @property
     def serves(self) -> bool:
-        """Whether this machine runs the API."""
         return _serves(self.job.config, self.job.mode)
 
     @property
     def file(self) -> Path:
-        """The path of the job file."""
         return self.job.folder / f"job-{self._name}.json"
 
     @property
     def lock(self) -> Path:
-        """The lock file of the launcher."""
         return self.job.folder / f".{self._name}.lock"
 
     def publish(self) -> None:
         """Write the job file, and the address of separately started workers."""
-        self.job.write(self.file.name)
-        if self.job.mode == "workers" and self.job.config.node_rank == 0:
-            address = _from_elsewhere(self.job)
-            write_secret(self.job.folder / WORKERS_SECRET, self.workers_secret)
-            write_secret(self.job.folder / WORKERS_ADDRESS, address)
+        job = self.job
+        job.write(self.file.name)
+        if job.mode == "workers" and job.config.node_rank == 0:
+            address = job.workers_address
+            is_everywhere = parse_host(job.workers_bind) in EVERYWHERE
+            if is_everywhere and job.config.engine_connect_host is None:
+                # As other machines reach it.
+                address = tcp(socket.getfqdn(), parse_port(job.workers_bind))
+            write_secret(job.folder / WORKERS_SECRET, self.workers_secret)
+            write_secret(job.folder / WORKERS_ADDRESS, address)
 
     @property
     def _name(self) -> str:
-        """Two servers must not share a folder; workers may share one with a server or other
-        workers."""
+        # Two servers must not share a folder; workers may share one with a server or other workers.
         return "serving" if self.serves else f"workers-{self.job.config.node_rank}"
 
     @property
@@ -129,15 +124,21 @@ class LaunchPlan:
 
 def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None) -> LaunchPlan:
     """Resolve the model, free ports and secrets. Writes nothing that another server reads.
-
     `worker_address`: the address of separately started workers. Raises ConfigError for invalid
-    settings, and CapabilityError for a model that cannot be downloaded.
-    """
+    settings, and CapabilityError for a model that cannot be downloaded."""
     # For its errors, which are then raised before anything is downloaded.
     to_run_config(config)
     env.require_variables(config.pass_env, "pass_env")
-    if worker_address is not None:
-        _require_address(worker_address, mode)
+    if worker_address is not None and mode != "connect":
+        raise ConfigError(
+            f"--worker-address is where workers are that were started by themselves, and --mode is"
+            f" {mode}.\n  Leave it out, or write --mode connect."
+        )
+    if worker_address is not None and not ADDRESS.fullmatch(worker_address):
+        raise ConfigError(
+            f"--worker-address {worker_address} is no address.\n"
+            "  Write one such as tcp://node0:5556."
+        )
     if mode == "connect" and config.node_rank:
         raise ConfigError(
             f"node_rank is {config.node_rank}, and clients come to the first machine.\n"
@@ -209,19 +210,6 @@ def _serves(config: ServerConfig, mode: Mode) -> bool:
     return mode != "workers" and config.node_rank == 0
 
 
-def _require_address(address: str, mode: Mode) -> None:
-    """Raise ConfigError for an unreachable or unused address."""
-    if mode != "connect":
-        raise ConfigError(
-            f"--worker-address is where workers are that were started by themselves, and --mode is"
-            f" {mode}.\n  Leave it out, or write --mode connect."
-        )
-    if not ADDRESS.fullmatch(address):
-        raise ConfigError(
-            f"--worker-address {address} is no address.\n  Write one such as tcp://node0:5556."
-        )
-
-
 def _written(path: Path, config: ServerConfig) -> str:
     """The line in a file that another process is about to write."""
     seconds = config.worker_connection_timeout
@@ -237,14 +225,6 @@ def _written(path: Path, config: ServerConfig) -> str:
     return path.read_text(encoding="ascii").strip()
 
 
-def _from_elsewhere(job: ServerJob) -> str:
-    """The workers' address as reached from other machines."""
-    is_everywhere = parse_host(job.workers_bind) in EVERYWHERE
-    if is_everywhere and job.config.engine_connect_host is None:
-        return tcp(socket.getfqdn(), parse_port(job.workers_bind))
-    return job.workers_address
-
-
 def _local(typed: str, source: Source, patterns: Sequence[str]) -> str:
     """`builtin:<name>` as it is, else a local folder."""
     if source.pin["kind"] == "builtin":
@@ -253,10 +233,8 @@ def _local(typed: str, source: Source, patterns: Sequence[str]) -> str:
 
 
 def _image_processor(config: ServerConfig, config_path: str, tokenizer: str) -> str:
-    """The folder of the image processor of a model that takes images; empty for others.
-
-    Raises ConfigError if there is none.
-    """
+    """The folder of the image processor of a model that takes images; empty for others. Raises
+    ConfigError if there is none."""
     file = Path(config_path) / "config.json"
     model_type = read_json_object(file).get("model_type") if file.is_file() else None
     if model_type not in VISION_TYPES or config.backend == "transformers":

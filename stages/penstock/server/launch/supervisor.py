@@ -32,18 +32,13 @@ from penstock.server.launch.multi_node import FirstNode, OtherNode
 from penstock.server.launch.prepare import LaunchPlan
 
 LOOK_SECONDS = 0.1
-HEALTH_SECONDS = 0.5
-"""Seconds between health checks."""
+HEALTH_SECONDS = 0.5  # Seconds between health checks
 MARGIN_SECONDS = 4.0
-"""Seconds that the torchrun agent gets beyond the ranks' time, after which it kills them, before it
-is killed itself."""
+"""Seconds beyond the ranks' time, after which torchrun's agent kills them, until it is killed."""
 ENGINE_MARGIN_SECONDS = 15.0
-"""Seconds that the scheduler gets beyond its time for saving, because it waits for other
-processes."""
-LEAVING_SECONDS = 10.0
-"""Seconds for the workers to exit after the scheduler's shutdown message."""
-MACHINES = "machines"
-"""Coordination folder of the nodes, in the server's folder."""
+"""Seconds beyond the scheduler's time for saving, because it waits for other processes."""
+LEAVING_SECONDS = 10.0  # Seconds for the workers to exit after the scheduler's shutdown message
+MACHINES = "machines"  # Coordination folder of the nodes, in the server's folder
 STOPPING = (signal.SIGINT, signal.SIGTERM)
 FAILING_SECONDS = 10.0
 """Seconds for the other ranks to exit after one has died; their results are lost anyway."""
@@ -91,12 +86,7 @@ def num_local_workers(config: ServerConfig) -> int:
 
 def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
     """The arguments after `python -m`: the agent, which dies with this process, and torchrun's
-    options.
-
-    `folder`: where the agent lists ranks that were killed by a signal.
-    """
-    count = num_local_workers(config)
-    common = ["--nproc-per-node", str(count)]
+    options. `folder`: where the agent lists ranks that were killed by a signal."""
     endpoint = ["--nnodes", str(config.nnodes), "--rdzv-backend", RDZV_BACKEND]
     if config.nnodes > 1:
         # Static node ranks, so that rank 0 runs beside the scheduler.
@@ -106,7 +96,8 @@ def torchrun_words(config: ServerConfig, folder: Path) -> list[str]:
             *("--rdzv-conf", f"rank={config.node_rank}"),
         ]
     agent = ["penstock.engine.launch.torchrun_agent", str(os.getpid()), str(folder / DEATHS)]
-    return [*agent, str(config.stop_timeout), *endpoint, *common]
+    num_workers = str(num_local_workers(config))
+    return [*agent, str(config.stop_timeout), *endpoint, "--nproc-per-node", num_workers]
 
 
 def workers_environment(config: ServerConfig) -> dict[str, str]:
@@ -132,32 +123,24 @@ def workers_environment(config: ServerConfig) -> dict[str, str]:
 
 
 def serve(prepared: LaunchPlan, log: Callable[[str], None]) -> None:
-    """Run the server until it is asked to stop.
-
-    `log` is called with one line per event. Raises StageError if the workers never come up, and
-    ConfigError if another server uses the same folder.
-    """
+    """Run the server until it is asked to stop. `log` is called with one line per event. Raises
+    StageError if the workers never come up, and ConfigError if another server uses the same
+    folder."""
     job = prepared.job
     api = (job.api_host, job.api_port) if prepared.serves else None
-    with _lock_folder(prepared):
+    try:
+        # Two servers would overwrite each other's state.
+        lock = acquire_lock(prepared.lock, timeout=0)
+    except Timeout:
+        raise ConfigError(
+            f"another server has output_dir {job.output_dir}.\n"
+            "  Stop it, or write another output_dir."
+        ) from None
+    with lock:
         prepared.publish()
         given_up = job.folder / GIVEN_UP
         given_up.unlink(missing_ok=True)
         Launcher(managed_processes(prepared, log), log, api, given_up).run()
-
-
-@contextmanager
-def _lock_folder(prepared: LaunchPlan) -> Generator[None]:
-    """Lock the folder: two servers would overwrite each other's state."""
-    try:
-        lock = acquire_lock(prepared.lock, timeout=0)
-    except Timeout:
-        raise ConfigError(
-            f"another server has output_dir {prepared.job.output_dir}.\n"
-            "  Stop it, or write another output_dir."
-        ) from None
-    with lock:
-        yield
 
 
 @dataclass
@@ -166,17 +149,14 @@ class Launcher:
 
     children: Sequence[ManagedProcess]
     log: Callable[[str], None]
-    api: tuple[str, int] | None
-    """Address of the API, if this launcher runs it."""
-    given_up: Path | None = None
-    """File whose existence means that workers are no longer restarted."""
+    api: tuple[str, int] | None  # Address of the API, if this launcher runs it
+    given_up: Path | None = None  # File whose existence means that workers are no longer restarted
     is_ready: bool = False
     _signals: list[int] = field(default_factory=list[int])
     _last_health_check: float = 0.0
 
     def run(self) -> None:
-        """Start all processes, monitor them, and stop them on SIGINT or SIGTERM; a second signal
-        kills them."""
+        """Run all processes until SIGINT or SIGTERM stops them; a second signal kills them."""
         with self._handle_signals():
             try:
                 while not self._signals:
@@ -190,16 +170,12 @@ class Launcher:
                 self._poll_health()
                 self.log(f"stopping ({signal.Signals(self._signals[0]).name})")
             finally:
-                self._stop_all()
-
-    def _stop_all(self) -> None:
-        """The API stops first, so that no new requests arrive; workers last, because the scheduler
-        still saves."""
-        serving = [child for child in self.children if child.name != "workers"]
-        workers = [child for child in self.children if child.name == "workers"]
-        self._stop(serving)
-        self._wait_for_workers_to_exit(serving, workers)
-        self._stop(workers)
+                serving = [child for child in self.children if child.name != "workers"]
+                workers = [child for child in self.children if child.name == "workers"]
+                # Workers last, because the scheduler still saves.
+                self._stop(serving)
+                self._wait_for_workers_to_exit(serving, workers)
+                self._stop(workers)
 
     def _stop(self, group: Sequence[ManagedProcess]) -> None:
         # All are asked before any is waited for, so that they end at the same time.
@@ -211,8 +187,8 @@ class Launcher:
     def _wait_for_workers_to_exit(
         self, serving: Sequence[ManagedProcess], workers: Sequence[ManagedProcess]
     ) -> None:
-        """After a clean exit of the scheduler, the workers exit themselves, and torchrun would
-        treat a signal as a failure. A scheduler on another machine may still be saving."""
+        # After a clean exit of the scheduler, the workers exit themselves, and torchrun would treat
+        # a signal as a failure. A scheduler on another machine may still be saving.
         seconds = 0.0
         if self.is_ready and any(child.name == "engine" and child.ended_well for child in serving):
             seconds = LEAVING_SECONDS
@@ -225,7 +201,7 @@ class Launcher:
             time.sleep(LOOK_SECONDS)
 
     def _check_given_up(self) -> None:
-        """Workers that die before they have ever served have a permanent error."""
+        # Workers that die before they have ever served have a permanent error.
         for child in self.children:
             if child.is_given_up and self.is_ready and self.api is not None:
                 if self.given_up is not None and not self.given_up.exists():

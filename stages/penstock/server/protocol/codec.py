@@ -4,8 +4,7 @@ from typing import Any, Generic, Literal, Protocol, TypeVar, dataclass_transform
 
 import msgspec
 
-MAX_BYTES = 1 << 30
-"""Maximum frame size in bytes."""
+MAX_BYTES = 1 << 30  # Maximum frame size in bytes
 
 M = TypeVar("M")
 
@@ -71,20 +70,16 @@ class PeerLostError(ConnectionError):
 
 
 class Channel(Protocol[SentT_contra, ReceivedT_co]):
-    """One end of a channel. Messages arrive in order; the loss of the peer is reported between
-    them."""
+    """One end of a channel. Messages arrive in order, with the loss of the peer among them."""
 
     async def send(self, message: SentT_contra) -> None:
         """Send the message; it is lost if the peer is gone."""
-        ...
 
     async def receive(self) -> ReceivedT_co:
         """Receive the next message. Raises PeerLostError once per loss of the peer."""
         ...
 
-    def close(self) -> None:
-        """Close the channel."""
-        ...
+    def close(self) -> None: ...
 
 
 @dataclass_transform(frozen_default=True, kw_only_default=True)
@@ -92,8 +87,7 @@ class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknow
     """A message, or a tagged part of one."""
 
 
-Category = Literal["user", "server", "unknown"]
-"""Who can resolve an error."""
+Category = Literal["user", "server", "unknown"]  # Who can resolve an error
 
 Code = Literal[
     "invalid",  # 400

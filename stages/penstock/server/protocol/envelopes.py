@@ -11,8 +11,7 @@ class Request(Message):
     """A request."""
 
     id: str
-    owner: str
-    """Owner of the API key, as in `api.middleware.auth`; objects of others are not found."""
+    owner: str  # Owner of the API key, as in `api.middleware.auth`; objects of others are not found
     operation: Operation
     seq: int | None = None
     """Sequence number within its model; None: after the requests that arrived before it."""
@@ -25,7 +24,8 @@ class Cancel(Message):
 
 
 class Hello(Message):
-    """First message of an API process. Pending requests of an earlier one are dropped."""
+    """First message of an API process, whose predecessor's waiting requests the scheduler drops;
+    and of a scheduler, to which workers reply with Ready."""
 
     instance: str
 
@@ -44,8 +44,7 @@ class Failure(Message):
     """The error of a request."""
 
     id: str
-    error: str
-    """The message with its numbers, and what to do."""
+    error: str  # The message with its numbers, and what to do
     category: Category
     code: Code
 
@@ -57,8 +56,7 @@ class Status(Message):
     """`down`: they died and are being restarted; `failed`: they are not restarted any more."""
     reason: str = ""
     queued: int = 0
-    running: str = ""
-    """The id of the request that the workers are running."""
+    running: str = ""  # The id of the request that the workers are running
 
 
 FromScheduler = Response | Failure | Status

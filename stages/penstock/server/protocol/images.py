@@ -16,8 +16,7 @@ class ImageTensor(Value):
 
     shape: tuple[int, ...]
     content_shape: tuple[int, ...]
-    dtype: ImageDType
-    """Numpy name of the type of `content`; little-endian."""
+    dtype: ImageDType  # Numpy name of the type of `content`; little-endian
     content: bytes
     values: Array | None = None
     """float32 [channels, 256]: `content` are bytes of pixels, whose values these are."""
@@ -49,14 +48,10 @@ class ImageTensor(Value):
 class Image(Value):
     """An image as the model takes it."""
 
-    digest: bytes
-    """Of its file."""
-    tensors: dict[str, ImageTensor]
-    """Outputs of the image processor, by name."""
-    num_tokens: int
-    """Number of image tokens that take its features."""
+    digest: bytes  # Of its file
+    tensors: dict[str, ImageTensor]  # Outputs of the image processor, by name
+    num_tokens: int  # Number of image tokens that take its features
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of its tensors."""
         return sum(len(tensor.content) for tensor in self.tensors.values())

@@ -1,26 +1,16 @@
 """Loss inputs and parameters that clients may set: per-token inputs, and scalars. No torch."""
 
 from collections.abc import Collection, Mapping
+from typing import get_args
 
 from penstock.server.protocol.types import Loss
 
-TARGETS = "target_tokens"
-"""The input of every loss."""
-
-FACTORS = ("weights", "mask")
-"""Inputs that a token's loss is multiplied by, if given."""
-
-CLIPS = ("clip_low_threshold", "clip_high_threshold")
-"""Scalars, or per-token inputs."""
+TARGETS = "target_tokens"  # The input of every loss
+FACTORS = ("weights", "mask")  # Inputs that a token's loss is multiplied by, if given
+CLIPS = ("clip_low_threshold", "clip_high_threshold")  # Scalars, or per-token inputs
 
 REQUIRED: Mapping[Loss, tuple[str, ...]] = {
-    "cross_entropy": (),
-    "importance_sampling": ("logprobs", "advantages"),
-    "ppo": ("logprobs", "advantages"),
-    "cispo": ("logprobs", "advantages"),
-    "dro": ("logprobs", "advantages"),
-    "gspo": ("logprobs", "advantages"),
-    "drgrpo": ("logprobs", "advantages"),
+    loss: () if loss == "cross_entropy" else ("logprobs", "advantages") for loss in get_args(Loss)
 }
 """Required inputs besides the targets."""
 
@@ -39,8 +29,7 @@ it is the model of `logprobs`."""
 SEVERAL_TARGETS: tuple[Loss, ...] = ("cross_entropy",)
 """Losses that sum over several targets per token, for top-k distillation."""
 
-MAX_TARGETS = 1024
-"""Maximum targets per token; every token of a row is padded to the row's maximum."""
+MAX_TARGETS = 1024  # Maximum targets per token; every token of a row is padded to the row's maximum
 
 PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},

@@ -1,7 +1,5 @@
-"""Requests from the API to the scheduler.
-
-Requests with a `model` run in the order of their sequence numbers; all others run immediately.
-"""
+"""Requests from the API to the scheduler. Requests with a `model` run in the order of their
+sequence numbers; all others run immediately."""
 
 from typing import Literal
 
@@ -29,8 +27,7 @@ from penstock.server.protocol.types import (
 class CreateSession(Message):
     """Create a session, which owns a client's models and samplers."""
 
-    session: str | None = None
-    """None: the scheduler chooses a name."""
+    session: str | None = None  # None: the scheduler chooses a name
     tags: tuple[str, ...] = ()
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
 
@@ -68,18 +65,15 @@ class ModelConfig(Message):
     """What the workers need to create a model."""
 
     model: str
-    lora: LoraConfig | None
-    """None: as in the checkpoint, or the server config."""
+    lora: LoraConfig | None  # None: as in the checkpoint, or the server config
     optimizer_config: OptimizerConfig = OptimizerConfig()
 
 
 class CreateModel(ModelConfig, kw_only=True):
-    """Create a model, optionally from the checkpoint at `path` (with optimizer state if
-    `optimizer`)."""
+    """Create a model, optionally from the checkpoint at `path`, with its optimizer state or not."""
 
     session: str
-    base_model: str | None
-    """None: the server's, or that of the checkpoint."""
+    base_model: str | None  # None: the server's, or that of the checkpoint
     user_metadata: dict[str, str] = field(default_factory=dict[str, str])
     path: str | None = None
     optimizer: bool = False
@@ -98,8 +92,7 @@ class ForwardBackward(Message):
     model: str
     data: tuple[Datum, ...]
     loss: Loss
-    images: tuple[Image, ...] = ()
-    """The distinct images of all samples."""
+    images: tuple[Image, ...] = ()  # The distinct images of all samples
     params: dict[str, float] = field(default_factory=dict[str, float])
     forward_only: bool = False
     loss_reduction: LossReduction = "sum"
@@ -192,11 +185,9 @@ class GetSampler(Message):
 class Sample(Message):
     """Sample completions of a prompt; from `sampler`, `path`, or neither (the base model)."""
 
-    prompt: Array
-    """int32 [T]."""
+    prompt: Array  # int32 [T]
     sampling: SamplingParams
-    images: tuple[Image, ...] = ()
-    """Those of the prompt, in the order of their tokens."""
+    images: tuple[Image, ...] = ()  # Those of the prompt, in the order of their tokens
     count: int = 1
     sampler: str | None = None
     path: str | None = None
@@ -259,8 +250,7 @@ class AddEndpoint(Message):
     endpoint: Endpoint
     is_sized: bool = True
     """Whether the client set `world_size`; if not, the server's own value is used."""
-    api_key: Secret | None = None
-    """The API key of the inference server."""
+    api_key: Secret | None = None  # The API key of the inference server
 
 
 class RemoveEndpoint(Message):
@@ -286,8 +276,7 @@ TrainingOperation = (
 )
 """Requests for an existing model."""
 
-ModelOperation = CreateModel | TrainingOperation
-"""Model requests."""
+ModelOperation = CreateModel | TrainingOperation  # Model requests
 
 ImmediateOperation = (
     CreateSession

@@ -20,8 +20,7 @@ class Done(Message):
 
 
 class HeartbeatResult(Message):
-    """Result of Heartbeat: those sessions that do not exist, belong to another owner, or have
-    ended."""
+    """Result of Heartbeat: sessions that do not exist, are of another owner, or have ended."""
 
     sessions: tuple[str, ...] = ()
 
@@ -30,8 +29,7 @@ class CreateSessionResult(Message):
     """Result of CreateSession."""
 
     session: str
-    notice: str = ""
-    """As in ServedModel."""
+    notice: str = ""  # As in ServedModel
 
 
 class ListSessionsResult(Message):
@@ -59,12 +57,10 @@ class ServedModel(Message):
     trains: Literal["adapters", "all weights"]
     max_rank: int
     samples: bool
-    vocab_size: int | None = None
-    """Vocabulary size; None: unknown."""
+    vocab_size: int | None = None  # Vocabulary size; None: unknown
     image_token_id: int | None = None
     """The token that takes a feature of an image; None: samples have no images."""
-    notice: str = ""
-    """Notice about the model for clients that create a session."""
+    notice: str = ""  # Notice about the model for clients that create a session
 
 
 class CreateModelResult(Message):
@@ -78,17 +74,13 @@ class ModelResult(Message):
 
     info: ModelInfo
     served: ServedModel
-    pending: int
-    """Number of unanswered requests."""
 
 
 class ForwardBackwardResult(Message):
-    """Outputs by name for each datum, [T] each, or [T, K] in the shape of its targets; and metrics
-    over all of them."""
+    """Outputs of each datum by name, in the shape of its targets, [T] or [T, K]; and metrics."""
 
     outputs: tuple[dict[str, Array], ...]
-    metrics: dict[str, float]
-    """May be non-finite."""
+    metrics: dict[str, float]  # May be non-finite
 
 
 class OptimStepResult(Message):
@@ -101,8 +93,7 @@ class SaveResult(Message):
     """Result of SaveState and SaveSamplerWeights."""
 
     model: str
-    name: str
-    """As in Checkpoint."""
+    name: str  # As in Checkpoint
     sampler: str | None = None
 
 
@@ -120,10 +111,8 @@ class SampleResult(Message):
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: Array | None = None
     """float32 [T]; NaN for the first token, which has no logprob."""
-    topk_prompt_tokens: Array | None = None
-    """int32 [T, k]."""
-    topk_prompt_logprobs: Array | None = None
-    """float32 [T, k]."""
+    topk_prompt_tokens: Array | None = None  # int32 [T, k]
+    topk_prompt_logprobs: Array | None = None  # float32 [T, k]
 
 
 class ListModelsResult(Message):
@@ -143,8 +132,7 @@ class CheckpointResult(Message):
     """Result of GetCheckpoint."""
 
     base_model: str
-    lora: LoraConfig | None
-    """None: full fine-tuning."""
+    lora: LoraConfig | None  # None: full fine-tuning
     checkpoint: Checkpoint
 
 

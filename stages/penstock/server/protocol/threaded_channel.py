@@ -1,8 +1,5 @@
-"""Channel with its own I/O thread, for a process whose main thread computes.
-
-While the main thread runs a command, the I/O thread receives messages and sends a heartbeat every
-second.
-"""
+"""Channel with its own I/O thread, for a process whose main thread computes. While the main thread
+runs a command, the I/O thread receives messages and sends a heartbeat every second."""
 
 import asyncio
 import queue
@@ -15,10 +12,8 @@ from typing import Any, Generic, TypeVar
 from penstock.server.protocol.codec import Channel, PeerLostError
 
 HEARTBEAT_SECONDS = 1.0
-CHECK_SECONDS = 1.0
-"""Seconds between checks that the I/O thread is alive."""
-CLOSE_SECONDS = 5.0
-"""Seconds that a closing end waits for outgoing messages."""
+CHECK_SECONDS = 1.0  # Seconds between checks that the I/O thread is alive
+CLOSE_SECONDS = 5.0  # Seconds that a closing end waits for outgoing messages
 
 SentT = TypeVar("SentT")
 ReceivedT = TypeVar("ReceivedT")
@@ -53,10 +48,8 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
             raise self._start_error
 
     def receive(self, timeout: float | None = None) -> ReceivedT | None:
-        """Receive the next message; None if there is none within `timeout` seconds.
-
-        Raises PeerLostError once per loss of the peer.
-        """
+        """Receive the next message; None if there is none within `timeout` seconds. Raises
+        PeerLostError once per loss of the peer."""
         try:
             message = self._received.get(timeout=timeout)
         except queue.Empty:
@@ -66,10 +59,8 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
         return message
 
     def send(self, message: SentT) -> None:
-        """Send the message, from any thread; blocks while the peer is behind.
-
-        Raises FrameError for a message that is too large.
-        """
+        """Send the message, from any thread; blocks while the peer is behind. Raises FrameError for
+        a message that is too large."""
         if self._channel is None or self._closing.is_set() or not self._thread.is_alive():
             return
         sending = asyncio.run_coroutine_threadsafe(self._channel.send(message), self._loop)
@@ -81,7 +72,6 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
                 sending.result()
 
     def close(self) -> None:
-        """Close the channel and stop the thread."""
         if self._thread.is_alive():
             self._loop.call_soon_threadsafe(self._closing.set)
             self._thread.join(CLOSE_SECONDS)
@@ -98,9 +88,23 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
             return
         finally:
             self._ready.set()
-        tasks = [asyncio.create_task(self._receive_loop(self._channel))]
-        if self._heartbeat is not None:
-            tasks.append(asyncio.create_task(self._heartbeat_loop(self._channel, self._heartbeat)))
+        channel, heartbeat = self._channel, self._heartbeat
+
+        async def receive_loop() -> None:
+            while True:
+                try:
+                    self._received.put(await channel.receive())
+                except PeerLostError as error:
+                    self._received.put(error)
+
+        async def heartbeat_loop(message: Callable[[], SentT]) -> None:
+            while True:
+                await asyncio.sleep(self._interval)
+                await channel.send(message())
+
+        tasks = [asyncio.create_task(receive_loop())]
+        if heartbeat is not None:
+            tasks.append(asyncio.create_task(heartbeat_loop(heartbeat)))
         closing = asyncio.create_task(self._closing.wait())
         await asyncio.wait({closing, *tasks}, return_when=asyncio.FIRST_COMPLETED)
         for task in (closing, *tasks):
@@ -109,18 +113,4 @@ class ThreadedEnd(Generic[SentT, ReceivedT]):
             if isinstance(outcome, Exception):
                 # Otherwise a waiting receiver would block forever.
                 self._received.put(outcome)
-        self._channel.close()
-
-    async def _receive_loop(self, channel: Channel[Any, Any]) -> None:
-        while True:
-            try:
-                self._received.put(await channel.receive())
-            except PeerLostError as error:
-                self._received.put(error)
-
-    async def _heartbeat_loop(
-        self, channel: Channel[Any, Any], heartbeat: Callable[[], SentT]
-    ) -> None:
-        while True:
-            await asyncio.sleep(self._interval)
-            await channel.send(heartbeat())
+        channel.close()

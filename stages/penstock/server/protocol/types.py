@@ -1,23 +1,17 @@
 """Common types of the server's messages. No torch and no HTTP."""
 
-from typing import Literal, dataclass_transform
+from typing import Any, Literal, dataclass_transform
 
 import msgspec
 import numpy as np
 import numpy.typing as npt
 
-DType = Literal["float32", "int64", "int32"]
-"""Wire dtype, by numpy name; little-endian."""
+MODEL_NAME = r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}"  # Of sessions and samplers, too
+CHECKPOINT_NAME = r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}"
 
-Loss = Literal[
-    "cross_entropy",
-    "importance_sampling",
-    "ppo",
-    "cispo",
-    "dro",
-    "gspo",
-    "drgrpo",
-]
+DType = Literal["float32", "int64", "int32"]  # Wire dtype, by numpy name; little-endian
+
+Loss = Literal["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo", "drgrpo"]
 """The loss of a forward-backward pass."""
 
 LossReduction = Literal["sum", "token"]
@@ -30,6 +24,11 @@ class Value(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Part of a message."""
 
 
+def common_fields(source: object, kind: type[msgspec.Struct]) -> dict[str, Any]:
+    """The values of `source` for those fields of `kind` that it has, too."""
+    return {name: getattr(source, name) for name in kind.__struct_fields__ if hasattr(source, name)}
+
+
 class Array(Value):
     """Values and their shape."""
 
@@ -39,7 +38,6 @@ class Array(Value):
 
     @classmethod
     def of(cls, numbers: npt.ArrayLike, dtype: DType) -> "Array":
-        """Copy the values with this dtype."""
         array = np.ascontiguousarray(numbers, dtype=np.dtype(dtype).newbyteorder("<"))
         return cls(dtype=dtype, shape=array.shape, data=array.tobytes())
 
@@ -66,8 +64,7 @@ class LoraConfig(Value):
     """LoRA config of a model."""
 
     rank: int
-    alpha: float | None = None
-    """None: as in the server config."""
+    alpha: float | None = None  # None: as in the server config
     seed: int | None = None
     train_attn: bool | None = None
     train_mlp: bool | None = None
@@ -93,54 +90,42 @@ class AdamParams(Value):
     beta2: float = 0.95
     eps: float = 1e-12
     weight_decay: float = 0.0
-    grad_clip_norm: float = 0.0
-    """0: no gradient clipping."""
+    grad_clip_norm: float = 0.0  # 0: no gradient clipping
 
 
 class SamplingParams(Value):
     """Sampling parameters."""
 
-    max_tokens: int | None = None
-    """None: until the context length is reached."""
+    max_tokens: int | None = None  # None: until the context length is reached
     temperature: float = 1.0
-    top_k: int = -1
-    """-1: the whole vocabulary."""
+    top_k: int = -1  # -1: the whole vocabulary
     top_p: float = 1.0
     seed: int | None = None
     stop_tokens: tuple[int, ...] = ()
     stop_texts: tuple[str, ...] = ()
     """Stop strings, compared with text decoded by the worker's tokenizer."""
-    ignore_eos: bool = False
-    """Whether end-of-sequence tokens do not stop generation."""
+    ignore_eos: bool = False  # Whether end-of-sequence tokens do not stop generation
 
 
 class SampledSequence(Value):
     """A completion of one prompt."""
 
     stop_reason: Literal["stop", "length"]
-    tokens: Array
-    """int32 [n], including the token that stopped it."""
-    logprobs: Array
-    """float32 [n]: logprobs of each token at temperature 1."""
-    topk_tokens: Array | None = None
-    """int32 [n, k]: the top-k tokens at each position."""
-    topk_logprobs: Array | None = None
-    """float32 [n, k]."""
+    tokens: Array  # int32 [n], including the token that stopped it
+    logprobs: Array  # float32 [n]: logprobs of each token at temperature 1
+    topk_tokens: Array | None = None  # int32 [n, k]: the top-k tokens at each position
+    topk_logprobs: Array | None = None  # float32 [n, k]
 
 
 class Checkpoint(Value):
     """A stored checkpoint."""
 
-    name: str
-    """`weights/<name>` or `sampler_weights/<name>`, relative to its model."""
+    name: str  # `weights/<name>` or `sampler_weights/<name>`, relative to its model
     model: str
     kind: Literal["training", "sampler"]
-    time: float
-    """Seconds since the epoch."""
-    size: int
-    """Bytes."""
-    expires: float | None = None
-    """Seconds since the epoch; None: never."""
+    time: float  # Seconds since the epoch
+    size: int  # Bytes
+    expires: float | None = None  # Seconds since the epoch; None: never
     public: bool = False
     user_metadata: dict[str, str] = {}
 
@@ -151,14 +136,10 @@ class ModelInfo(Value):
     model: str
     session: str
     base_model: str
-    rank: int | None
-    """LoRA rank; None: full fine-tuning."""
-    last_request: float
-    """Seconds since the epoch."""
-    is_open: bool = True
-    """Whether it is loaded; otherwise it was unloaded."""
-    corrupted: bool = False
-    """Whether state that a client has seen was lost with the workers."""
+    rank: int | None  # LoRA rank; None: full fine-tuning
+    last_request: float  # Seconds since the epoch
+    is_open: bool = True  # Whether it is loaded; otherwise it was unloaded
+    corrupted: bool = False  # Whether state that a client has seen was lost with the workers
     user_metadata: dict[str, str] = {}
     last_checkpoint: Checkpoint | None = None
     last_sampler_checkpoint: Checkpoint | None = None
@@ -169,8 +150,7 @@ class Endpoint(Value):
 
     host: str
     port: int
-    world_size: int = 1
-    """Number of receiving ranks: its tensor parallel size."""
+    world_size: int = 1  # Number of receiving ranks: its tensor parallel size
     pool: str = "default"
 
     @property

@@ -8,7 +8,8 @@ from typing import Literal
 
 from msgspec import field
 
-from penstock.server.protocol.codec import Category, Code, Message
+from penstock.server.protocol.codec import Message
+from penstock.server.protocol.envelopes import Failure, Hello
 from penstock.server.protocol.requests import (
     ForwardBackward,
     ModelConfig,
@@ -39,11 +40,9 @@ class UnloadModelCommand(Message):
 
 
 class ForwardBackwardCommand(ForwardBackward, kw_only=True):
-    """A forward-backward pass over packed samples.
-
-    `rows` are the indices of the samples in each row, in order; a row has at most
-    `sample_packing_sequence_len` tokens. Workers distribute rows over replicas and pad.
-    """
+    """A forward-backward pass over packed samples. `rows` are the indices of the samples in each
+    row, in order; a row has at most `sample_packing_sequence_len` tokens. Workers distribute rows
+    over replicas and pad."""
 
     rows: tuple[tuple[int, ...], ...]
 
@@ -85,8 +84,7 @@ class WeightSyncCommand(WeightSyncOptions, kw_only=True):
     """Sync weights to inference servers."""
 
     endpoints: tuple[Endpoint, ...]
-    api_keys: tuple[Secret | None, ...] = ()
-    """One per endpoint, or none at all."""
+    api_keys: tuple[Secret | None, ...] = ()  # One per endpoint, or none at all
 
 
 WorkerOperation = (
@@ -110,12 +108,6 @@ class Command(Message):
     operation: WorkerOperation
 
 
-class Hello(Message):
-    """First message of the scheduler. The workers reply with Ready."""
-
-    engine: str
-
-
 class Shutdown(Message):
     """Stop the workers."""
 
@@ -126,27 +118,21 @@ ToWorkers = Hello | Command | Shutdown
 class Ready(Message):
     """The workers' state."""
 
-    instance: str
-    """Unique id of each start: the state of earlier instances is lost."""
+    instance: str  # Unique id of each start: the state of earlier instances is lost
     served: ServedModel
-    models: tuple[str, ...]
-    """Loaded models."""
+    models: tuple[str, ...]  # Loaded models
     steps: dict[str, int] = field(default_factory=dict[str, int])
     """Number of optimizer steps of each loaded model."""
-    models_with_gradients: tuple[str, ...] = ()
-    """Loaded models with accumulated gradients."""
-    replicas: int = 1
-    """Number of data-parallel replicas, for balanced packing."""
+    models_with_gradients: tuple[str, ...] = ()  # Loaded models with accumulated gradients
+    replicas: int = 1  # Number of data-parallel replicas, for balanced packing
 
 
 class CheckpointSizes(Message):
     """Result of CreateModelCommand: the model's checkpoint sizes."""
 
     state_bytes: int
-    """Bytes of a training checkpoint, including optimizer state that only the first step
-    creates."""
-    export_bytes: int
-    """Bytes of sampler weights."""
+    """Of a training checkpoint, including optimizer state that only the first step creates."""
+    export_bytes: int  # Bytes of sampler weights
 
 
 class GenerateResult(Message):
@@ -172,13 +158,9 @@ class Reply(Message):
     result: Result
 
 
-class CommandFailure(Message):
+class CommandFailure(Failure, kw_only=True):
     """A command failed, and changed nothing unless `needs_restart`."""
 
-    id: str
-    error: str
-    category: Category
-    code: Code
     needs_restart: bool = False
     """Whether the ranks' state is undefined, so that they exit and are restarted."""
 
@@ -187,7 +169,6 @@ class WorkerHeartbeat(Message):
     """Heartbeat of the workers. Sent every second, also while they compute."""
 
     instance: str
-    running: str
 
 
 FromWorkers = Ready | Reply | CommandFailure | WorkerHeartbeat

@@ -12,7 +12,7 @@ the next peer by the connecting end, and dropped by the listening end.
 import asyncio
 import logging
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import suppress
 from typing import Any, Generic, TypeVar
 
@@ -26,18 +26,14 @@ from penstock.server.protocol.codec import MAX_BYTES, Codec, FrameError, PeerLos
 
 LOG = logging.getLogger(__name__)
 
-HIGH_WATER_MARK = 128
-"""High-water mark: messages queued in a socket before send blocks."""
-OVERHEAD = 1024
-"""Maximum bytes that encryption adds to a frame."""
-LINGER_MS = 500
-"""Milliseconds that a closed end continues to send."""
+HIGH_WATER_MARK = 128  # High-water mark: messages queued in a socket before send blocks
+OVERHEAD = 1024  # Maximum bytes that encryption adds to a frame
+LINGER_MS = 500  # Milliseconds that a closed end continues to send
 RETRY_MS, MAX_RETRY_MS = 50, 1000
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
 """Heartbeat interval and timeout in milliseconds, also of a message in flight. The operating system
 reports a dead process at once, but not an unreachable machine."""
-RETRY_SEND_SECONDS = 0.01
-"""Seconds between tries to send to a peer that is behind."""
+RETRY_SEND_SECONDS = 0.01  # Seconds between tries to send to a peer that is behind
 FRAME_BYTES = 1 << 22
 """Maximum bytes of a frame of a message. Those of a message of several are sent without a copy."""
 
@@ -54,8 +50,7 @@ ReceivedT = TypeVar("ReceivedT")
 
 
 class ZmqChannel(Generic[SentT, ReceivedT]):
-    """One end; created by `listening` and `connecting`. To be created and used in one event
-    loop."""
+    """One end, of `listening` or `connecting`. To be created and used in one event loop."""
 
     def __init__(self, socket: "zmq.asyncio.Socket", received: Any) -> None:
         """`received`: the union of the received message types."""
@@ -80,18 +75,15 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
         """The address that the socket is bound or connected to, with its actual port."""
         return self._socket.get_string(zmq.LAST_ENDPOINT).rstrip("\0")
 
-    def open(self, *, bind: str | None = None, connect: str | None = None) -> None:
-        """Bind or connect. Raises StageError if the address cannot be bound."""
+    def open(self, attach: Callable[[str], Any], address: str) -> None:
+        """`attach` binds or connects the socket. Raises StageError if it cannot."""
         self._watch_task = asyncio.create_task(self._watch_events())
         try:
-            if bind is not None:
-                self._socket.bind(bind)
-            if connect is not None:
-                self._socket.connect(connect)
+            attach(address)
         except zmq.ZMQError as error:
             self.close()
             raise StageError(
-                f"{bind or connect} cannot be used as an address here: {error}.\n"
+                f"{address} cannot be used as an address here: {error}.\n"
                 "  Another server may listen there; name another port or host."
             ) from error
 
@@ -235,10 +227,8 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
 
 
 def listening(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The listening end; `tcp://127.0.0.1:*` binds a free port.
-
-    `received`: the union of the received message types. Raises StageError if the address is in use.
-    """
+    """The listening end; `tcp://127.0.0.1:*` binds a free port. `received`: the union of the
+    received message types. Raises StageError if the address is in use."""
     socket = _socket(zmq.ROUTER, address)
     # By default a ROUTER drops messages to unknown peers without an error.
     socket.router_mandatory = True
@@ -246,15 +236,12 @@ def listening(received: Any, address: str, secret: str | None = None) -> "ZmqCha
         socket.curve_server = True
         socket.curve_secretkey, socket.curve_publickey = _keys(secret)
     channel: ZmqChannel[Any, Any] = ZmqChannel(socket, received)
-    channel.open(bind=address)
+    channel.open(socket.bind, address)
     return channel
 
 
 def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqChannel[Any, Any]":
-    """The connecting end; the listener need not exist yet.
-
-    `received`: the union of the received message types.
-    """
+    """The connecting end; the listener need not exist yet. `received`: as above."""
     socket = _socket(zmq.DEALER, address)
     # By default messages are queued for a connection that is not there yet, and may be lost.
     socket.immediate = True
@@ -264,7 +251,7 @@ def connecting(received: Any, address: str, secret: str | None = None) -> "ZmqCh
         socket.curve_serverkey = _keys(secret)[1]
         socket.curve_publickey, socket.curve_secretkey = zmq.curve_keypair()
     channel: ZmqChannel[Any, Any] = ZmqChannel(socket, received)
-    channel.open(connect=address)
+    channel.open(socket.connect, address)
     return channel
 
 

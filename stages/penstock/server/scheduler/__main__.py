@@ -27,25 +27,20 @@ async def serve(job: ServerJob) -> None:
     workers = connecting(FromWorkers, job.workers_address, env.workers_secret())
     try:
         engine = Scheduler(read_settings(job), api, workers)
-        _hear_signals(engine)
+        launcher = os.getppid()
+
+        def ask_to_stop() -> None:
+            # If the launcher is dead, another scheduler may have been started.
+            if os.getppid() != launcher:
+                os._exit(1)
+            engine.stop()
+
+        for number in (signal.SIGTERM, signal.SIGINT):
+            asyncio.get_running_loop().add_signal_handler(number, ask_to_stop)
         await engine.run()
     finally:
         api.close()
         workers.close()
-
-
-def _hear_signals(engine: Scheduler) -> None:
-    """Stop the scheduler on a signal. If the launcher is dead, exit at once: another scheduler may
-    have been started."""
-    launcher, loop = os.getppid(), asyncio.get_running_loop()
-
-    def ask_to_stop() -> None:
-        if os.getppid() != launcher:
-            os._exit(1)
-        engine.stop()
-
-    for number in (signal.SIGTERM, signal.SIGINT):
-        loop.add_signal_handler(number, ask_to_stop)
 
 
 def read_settings(job: ServerJob) -> SchedulerSettings:

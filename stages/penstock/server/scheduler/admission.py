@@ -1,6 +1,8 @@
 """Admission control: whether a request may enter the queue (ownership, validity, limits)."""
 
 import math
+from dataclasses import dataclass, field
+from typing import cast
 
 from penstock.server.protocol.envelopes import Request
 from penstock.server.protocol.requests import CreateModel, ForwardBackward, ModelOperation, Sample
@@ -16,41 +18,39 @@ from penstock.server.scheduler.validate_request import check, check_base
 from penstock.server.scheduler.worker_client import WorkerClient
 
 
+@dataclass
 class Admission:
     """Admission checks of the queue."""
 
-    def __init__(
-        self,
-        queue: RequestQueue,
-        sessions: Sessions,
-        models: Models,
-        workers: WorkerClient,
-        settings: SchedulerSettings,
-    ) -> None:
-        self._queue = queue
-        self._sessions = sessions
-        self._models = models
-        self._workers = workers
-        self._settings = settings
-        self._being_created: dict[str, Task] = {}
-        """Models that are being created."""
-        self.untouched: dict[str, CreateModel] = {}
-        """Models that received no request since their creation."""
+    queue: RequestQueue
+    sessions: Sessions
+    models: Models
+    workers: WorkerClient
+    settings: SchedulerSettings
+    _being_created: dict[str, Task] = field(default_factory=dict[str, Task])
+    untouched: dict[str, CreateModel] = field(default_factory=dict[str, CreateModel])
+    """Models that received no request since their creation."""
 
     def admit(self, request: Request, operation: ModelOperation | Sample) -> Outcome | None:
         """Admit a request; returns its outcome if it already has one. Raises RequestError."""
+        if self.workers.state == "failed":
+            raise RequestError("unavailable", self.workers.reason)
         if isinstance(operation, Sample):
             task = Task(operation, request.owner, None, request_ids=[request.id])
             self.check(task)
             if operation.sampler is not None:
-                self._sessions.sampler(operation.sampler, request.owner)
-                self._sessions.touch_sampler(operation.sampler)
-            self._queue.put(task)
+                self.sessions.sampler(operation.sampler, request.owner)
+                self.sessions.touch_sampler(operation.sampler)
+            self.queue.put(task)
             return None
         if isinstance(operation, CreateModel):
             return self._create(request, operation)
-        session = self._find_session(operation.model, request.owner)
-        self._sessions.touch(session)
+        creating = self._being_created.get(operation.model)
+        if creating and creating.owner == request.owner:
+            session = cast(CreateModel, creating.operation).session
+        else:
+            session = self.models.find_open(operation.model, request.owner).session
+        self.sessions.touch(session)
         self.untouched.pop(operation.model, None)
         return self._queue_in_order(request, operation)
 
@@ -63,81 +63,75 @@ class Admission:
         if isinstance(operation, ForwardBackward):
             # Shapes are validated next.
             lengths = (math.prod(datum.tokens.shape) for datum in operation.data)
-            check_lengths(lengths, self._settings.sample_packing_sequence_len)
-        if self._workers.last is None:
+            check_lengths(lengths, self.settings.sample_packing_sequence_len)
+        if self.workers.last is None:
             return
-        check(operation, self._workers.served)
+        check(operation, self.workers.served)
         if isinstance(operation, CreateModel):
-            check_base(operation.base_model, self._workers.base_names)
+            check_base(operation.base_model, self.workers.base_names)
         task.is_checked = True
 
     def on_task_end(self, task: Task) -> None:
-        """The request has ended in any way."""
         operation = task.operation
         if isinstance(operation, CreateModel):
             self._being_created.pop(operation.model, None)
-            if self._models.is_open(operation.model) and not self._queue.pending(operation.model):
+            if self.models.is_open(operation.model) and not self.queue.pending(operation.model):
                 self.untouched[operation.model] = operation
         if task.model is None:
             return
-        record = self._models.get(task.model)
+        record = self.models.get(task.model)
         if record is None or not record.is_open:
             self.untouched.pop(task.model, None)
-            self._queue.forget(task.model)
+            self.queue.forget(task.model)
         elif not task.is_internal:
             # A session does not expire because a request takes long.
-            self._sessions.touch(record.session)
+            self.sessions.touch(record.session)
 
     def _queue_in_order(self, request: Request, operation: ModelOperation) -> Outcome | None:
         task = Task(operation, request.owner, operation.model, request.seq, [request.id])
         if request.seq is None:
             self.check(task)
-            self._queue.put(task)
+            self.queue.put(task)
             return None
         # A known sequence number may already have an outcome; otherwise it is used up, whatever the
         # request is.
-        queued = self._queue.put(task)
+        queued = self.queue.put(task)
         if not isinstance(queued, Task):
             return queued
         if queued is task:
             try:
                 self.check(task)
             except RequestError as error:
-                self._queue.reject(task, error)
+                self.queue.reject(task, error)
                 return error
         return None
 
     def _create(self, request: Request, operation: CreateModel) -> Outcome | None:
         model_name(operation.model)
         creating = self._being_created.get(operation.model)
-        if (
-            creating is not None
-            and creating.owner == request.owner
-            and creating.operation == operation
-        ):
+        if creating and creating.owner == request.owner and creating.operation == operation:
             creating.request_ids.append(request.id)
             return None
-        self._sessions.find(operation.session, request.owner)
-        self._sessions.touch(operation.session)
+        self.sessions.find(operation.session, request.owner)
+        self.sessions.touch(operation.session)
         if self._exists(operation, request.owner):
             return CreateModelResult(model=operation.model)
         task = Task(operation, request.owner, operation.model, None, [request.id])
         self.check(task)
         check_metadata((), operation.user_metadata)
         self._check_model_limits(operation, request.owner)
-        if self._queue.pending(operation.model):
+        if self.queue.pending(operation.model):
             raise RequestError(
                 "busy", f"requests of an earlier model {operation.model} have not ended yet"
             )
-        self._queue.restart_sequence(operation.model)
-        self._queue.put(task)
+        self.queue.restart_sequence(operation.model)
+        self.queue.put(task)
         self._being_created[operation.model] = task
         return None
 
     def _exists(self, operation: CreateModel, owner: str) -> bool:
-        """Whether this very model exists and has received no request. Raises RequestError if
-        another owner has the name."""
-        record = self._models.get(operation.model)
+        """Whether this very model exists, untouched. Raises RequestError if the name is taken."""
+        record = self.models.get(operation.model)
         name_is_taken = record is not None and (record.owner != owner or record.is_open)
         if not name_is_taken and operation.model not in self._being_created:
             return False
@@ -145,18 +139,15 @@ class Admission:
         if record is not None and record.owner == owner and record.is_open and is_same:
             return True
         raise RequestError(
-            "exists",
-            f"there is a model {operation.model}.\n  Unload it, or choose another name.",
+            "exists", f"there is a model {operation.model}.\n  Unload it, or choose another name."
         )
 
     def _check_model_limits(self, operation: CreateModel, owner: str) -> None:
-        """Raises RequestError if no further model may be created. With full fine-tuning there is
-        one model."""
+        """Raises RequestError if no further model may be created; of all weights there is one."""
         creating = {model: task.owner for model, task in self._being_created.items()}
-        owners = list(
-            (creating | {model.model: model.owner for model in self._models.open()}).values()
-        )
-        ready, settings = self._workers.last, self._settings
+        opened = {model.model: model.owner for model in self.models.open()}
+        owners = list((creating | opened).values())
+        ready, settings = self.workers.last, self.settings
         if owners and ready is not None and ready.served.trains == "all weights":
             raise RequestError(
                 "busy",
@@ -164,19 +155,5 @@ class Admission:
                 f"  Unload it before {operation.model} is created.",
             )
         check_limit("max_models", settings.max_models, len(owners), "models are open")
-        check_limit(
-            "max_owner_models",
-            settings.max_owner_models,
-            owners.count(owner),
-            "models of yours are open",
-        )
-
-    def _find_session(self, model: str, owner: str) -> str:
-        creating = self._being_created.get(model)
-        if (
-            creating is not None
-            and creating.owner == owner
-            and isinstance(creating.operation, CreateModel)
-        ):
-            return creating.operation.session
-        return self._models.find_open(model, owner).session
+        own, limit = owners.count(owner), settings.max_owner_models
+        check_limit("max_owner_models", limit, own, "models of yours are open")

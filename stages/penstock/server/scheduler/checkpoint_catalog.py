@@ -1,16 +1,15 @@
-"""Checkpoint catalog: visibility, expiry and metadata of checkpoints.
-
-Saving is in `save_checkpoint`; nothing here needs workers.
-"""
+"""Checkpoint catalog: visibility, expiry and metadata of checkpoints. Saving is in
+`save_checkpoint`; nothing here needs workers."""
 
 import logging
 import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
 
 from msgspec import structs
 
-from penstock.server.protocol.types import Checkpoint, ModelInfo
+from penstock.server.protocol.types import Checkpoint, ModelInfo, common_fields
 from penstock.server.scheduler.checkpoint_names import (
     CheckpointRef,
     parse_checkpoint_name,
@@ -28,40 +27,40 @@ from penstock.server.scheduler.storage import Storage
 LOG = logging.getLogger(__name__)
 
 
+@dataclass
 class CheckpointCatalog:
     """The checkpoints of all models."""
 
-    def __init__(self, store: StateStore, storage: Storage) -> None:
+    store: StateStore
+    storage: Storage
+
+    def __post_init__(self) -> None:
         """Reconcile the records with the files on disk."""
-        self._store = store
-        self._storage = storage
-        storage.finish_interrupted()
+        self.storage.finish_interrupted()
         self._agree()
 
     def read(self, path: str, owner: str) -> tuple[CheckpointRef, CheckpointRecord]:
         """The checkpoint at a path, if this owner may read it. Raises RequestError."""
         ref = parse_checkpoint_path(path)
-        record = self._store.models.get(ref.model)
+        record = self.store.models.get(ref.model)
         checkpoint = record.checkpoints.get(ref.relative_name) if record else None
         if record is None or checkpoint is None or not (checkpoint.public or record.owner == owner):
             raise not_found(f"checkpoint {ref}")
-        if not self._storage.exists(ref):
+        if not self.storage.exists(ref):
             raise RequestError("not_found", f"checkpoint {ref} is not in output_dir any more")
         return ref, checkpoint
 
     def folder(self, ref: CheckpointRef) -> Path:
         """Its folder. Raises RequestError if a symbolic link points outside."""
-        return self._storage.folder(ref)
+        return self.storage.folder(ref)
 
     def exists(self, start: ResumePoint) -> bool:
         """Whether the checkpoint that a model resumes from exists and was not replaced."""
         ref = parse_checkpoint_path(start.path)
-        record = self._store.models.get(ref.model)
+        record = self.store.models.get(ref.model)
         checkpoint = record.checkpoints.get(ref.relative_name) if record else None
-        is_another = start.time is not None and (
-            checkpoint is None or checkpoint.time != start.time
-        )
-        return not is_another and self._exists(ref)
+        time_of_this = checkpoint.time if checkpoint else None
+        return start.time in (None, time_of_this) and self._exists(ref)
 
     def newest(self, record: ModelRecord) -> ResumePoint | None:
         """The newest checkpoint of a model's current configuration."""
@@ -77,9 +76,9 @@ class CheckpointCatalog:
         return ResumePoint(path=f"{record.model}/{name}", optimizer=True, time=saved)
 
     def _exists(self, ref: CheckpointRef) -> bool:
-        """A symbolic link that points outside is not a checkpoint."""
+        # A symbolic link that points outside is not a checkpoint.
         try:
-            return self._storage.exists(ref)
+            return self.storage.exists(ref)
         except RequestError:
             return False
 
@@ -92,14 +91,11 @@ class CheckpointCatalog:
         return sorted(checkpoints, key=lambda checkpoint: checkpoint.time)
 
     def delete(self, record: ModelRecord, relative_name: str) -> Path:
-        """Remove a checkpoint from the catalog; returns its new path, to be deleted.
-
-        Raises RequestError.
-        """
+        """Drop a checkpoint; returns its new path, to be deleted. Raises RequestError."""
         ref = self._find_own(record, relative_name)
-        gone = self._storage.move_to_trash(ref)
+        gone = self.storage.move_to_trash(ref)
         self._drop(record, ref)
-        return gone or self._storage.folder(ref)
+        return gone or self.storage.folder(ref)
 
     def keep(
         self,
@@ -117,11 +113,10 @@ class CheckpointCatalog:
             expires = None if ttl_seconds is None else time.time() + ttl_seconds
             changed = structs.replace(checkpoint, expires=expires)
         record.checkpoints[ref.relative_name] = changed
-        self._store.save_model(record)
+        self.store.save_model(record)
 
     def expire(self, now: float) -> list[Path]:
-        """Remove checkpoints that are expired at `now`, in seconds since the epoch; returns the
-        folders to delete."""
+        """Drop checkpoints that are expired at `now` (epoch); returns the folders to delete."""
         return self._delete_where(
             lambda checkpoint: checkpoint.expires is not None and checkpoint.expires <= now
         )
@@ -133,26 +128,19 @@ class CheckpointCatalog:
         )
 
     def model_info(self, record: ModelRecord) -> ModelInfo:
-        """A model as reported to clients."""
         checkpoints = self.list_for_model(record)
         of_training = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "training"]
         of_samplers = [checkpoint for checkpoint in checkpoints if checkpoint.kind == "sampler"]
         return ModelInfo(
-            model=record.model,
-            session=record.session,
-            base_model=record.base_model,
+            **common_fields(record, ModelInfo),
             rank=record.lora.rank if record.lora else None,
-            last_request=record.last_request,
-            is_open=record.is_open,
-            corrupted=record.corrupted,
-            user_metadata=record.user_metadata,
             last_checkpoint=of_training[-1] if of_training else None,
             last_sampler_checkpoint=of_samplers[-1] if of_samplers else None,
         )
 
     def _delete_where(self, is_over: Callable[[CheckpointRecord], bool]) -> list[Path]:
         gone: list[Path] = []
-        for record in list(self._store.models.values()):
+        for record in list(self.store.models.values()):
             for relative_name, checkpoint in list(record.checkpoints.items()):
                 if not is_over(checkpoint):
                     continue
@@ -171,17 +159,17 @@ class CheckpointCatalog:
 
     def _drop(self, record: ModelRecord, ref: CheckpointRef) -> None:
         del record.checkpoints[ref.relative_name]
-        self._store.save_model(record)
-        for model in self._store.models.values():
+        self.store.save_model(record)
+        for model in self.store.models.values():
             if model.start is not None and model.start.path == str(ref) and not model.is_unsaved:
                 # Its state now only exists in the workers.
                 model.is_unsaved = True
-                self._store.save_model(model)
+                self.store.save_model(model)
 
     def _agree(self) -> None:
         """Add checkpoints that a dead process has saved; drop records of deleted ones."""
-        stored = set(self._storage.list_checkpoints())
-        for record in list(self._store.models.values()):
+        stored = set(self.storage.list_checkpoints())
+        for record in list(self.store.models.values()):
             recorded = {
                 parse_checkpoint_name(record.model, relative_name)
                 for relative_name in record.checkpoints
@@ -190,23 +178,16 @@ class CheckpointCatalog:
                 self._drop(record, ref)
             for ref in sorted(ref for ref in stored - recorded if ref.model == record.model):
                 record.checkpoints[ref.relative_name] = CheckpointRecord(
-                    time=self._storage.folder(ref).stat().st_mtime,
-                    size=self._storage.size(ref),
+                    time=self.storage.folder(ref).stat().st_mtime,
+                    size=self.storage.size(ref),
                     base_model=record.base_model,
                     lora=record.lora,
                 )
-                self._store.save_model(record)
+                self.store.save_model(record)
 
 
 def to_checkpoint_info(model: str, relative_name: str, checkpoint: CheckpointRecord) -> Checkpoint:
     """A checkpoint as reported to clients."""
-    return Checkpoint(
-        name=relative_name,
-        model=model,
-        kind="training" if relative_name.startswith("weights/") else "sampler",
-        time=checkpoint.time,
-        size=checkpoint.size,
-        expires=checkpoint.expires,
-        public=checkpoint.public,
-        user_metadata=checkpoint.user_metadata,
-    )
+    kind = "training" if relative_name.startswith("weights/") else "sampler"
+    fields = common_fields(checkpoint, Checkpoint)
+    return Checkpoint(name=relative_name, model=model, kind=kind, **fields)

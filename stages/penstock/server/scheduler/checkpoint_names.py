@@ -1,25 +1,20 @@
-"""Names of models, sessions and checkpoints, and their paths below `output_dir`.
-
-Every name is validated here before it becomes part of a path.
-"""
+"""Names of models, sessions and checkpoints, and their paths below `output_dir`. Every name is
+validated here before it becomes part of a path."""
 
 import re
 from dataclasses import dataclass
 from typing import Literal
 
+from penstock.server.protocol.types import CHECKPOINT_NAME, MODEL_NAME
 from penstock.server.scheduler.errors import RequestError
 
-MODEL = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.:-]{0,127}")
-CHECKPOINT = re.compile(r"[A-Za-z0-9][A-Za-z0-9_.-]{0,127}")
+MODEL, CHECKPOINT = re.compile(MODEL_NAME), re.compile(CHECKPOINT_NAME)
 
 Subfolder = Literal["weights", "sampler_weights"]
 """Folders of training checkpoints and of sampler weights."""
 
-INITIAL = "000000"
-"""Name of the initial checkpoint of every model."""
-
-SAMPLER = ":sample:"
-"""Separator of a session and a sampler number."""
+INITIAL = "000000"  # Name of the initial checkpoint of every model
+SAMPLER = ":sample:"  # Separator of a session and a sampler number
 
 
 @dataclass(frozen=True, order=True)
@@ -35,7 +30,6 @@ class CheckpointRef:
 
     @property
     def relative_name(self) -> str:
-        """Its name relative to its model."""
         return f"{self.subfolder}/{self.name}"
 
 
@@ -50,10 +44,7 @@ def checkpoint_name(name: str) -> str:
 
 
 def parse_checkpoint_path(path: str) -> CheckpointRef:
-    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`.
-
-    Raises RequestError for anything else.
-    """
+    """Parse `<model>/weights/<name>` or `<model>/sampler_weights/<name>`. Raises RequestError."""
     model, _, relative_name = path.partition("/")
     return parse_checkpoint_name(model, relative_name)
 

@@ -18,7 +18,6 @@ class RequestError(Exception):
         self.category: Category = category or error_category(code)
 
     def failure(self, request_id: str) -> Failure:
-        """The error message for the request of this id."""
         return Failure(id=request_id, error=str(self), category=self.category, code=self.code)
 
 
@@ -38,8 +37,10 @@ def not_found(name: str) -> RequestError:
     return RequestError("not_found", f"there is no {name} of yours")
 
 
-def internal_error(error: Exception) -> RequestError:
-    """The error for an unexpected exception; the details are logged."""
+def to_request_error(error: Exception) -> RequestError:
+    """The error for any exception; the details of an unexpected one are logged."""
+    if isinstance(error, RequestError):
+        return error
     LOG.error("a request failed with an unexpected error", exc_info=error)
     if is_full_disk(error):
         return RequestError("storage_limit", f"the scheduler failed: {describe_os_error(error)}")

@@ -1,9 +1,6 @@
-"""Immediate requests, which need no worker: sessions, listings, checkpoint metadata.
+"""Requests that need no worker: sessions, listings, checkpoint metadata. Handled on arrival."""
 
-Each is handled on arrival.
-"""
-
-from collections.abc import Callable, Collection
+from dataclasses import dataclass
 
 from penstock.server.protocol import requests, results
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog, to_checkpoint_info
@@ -12,79 +9,57 @@ from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.expiry import Expiry
 from penstock.server.scheduler.inference_endpoints import InferenceEndpoints
 from penstock.server.scheduler.models import Models
-from penstock.server.scheduler.queue import Outcome, RequestQueue
 from penstock.server.scheduler.sessions import Sessions
-from penstock.server.scheduler.state_store import SamplerRecord, StateStore
+from penstock.server.scheduler.state_store import SamplerRecord
 from penstock.server.scheduler.storage import TrashCollector
 from penstock.server.scheduler.validate_request import check_base, check_ttl
 from penstock.server.scheduler.worker_client import WorkerClient
 
 MAX_PAGE = 1000
-"""Maximum models per page."""
 
 
+@dataclass
 class ImmediateRequests:
     """Handles immediate requests."""
 
-    def __init__(
-        self,
-        store: StateStore,
-        sessions: Sessions,
-        models: Models,
-        checkpoints: CheckpointCatalog,
-        workers: WorkerClient,
-        queue: RequestQueue,
-        expiry: Expiry,
-        trash: TrashCollector,
-        allowed_hosts: Collection[str],
-    ) -> None:
-        """`allowed_hosts`: allowed inference servers."""
-        self._sessions = sessions
-        self._models = models
-        self._checkpoints = checkpoints
-        self._workers = workers
-        self._queue = queue
-        self._expiry = expiry
-        self._trash = trash
-        self._endpoints = InferenceEndpoints(store, allowed_hosts)
-
-    def add(
-        self, operation: requests.AddEndpoint, owner: str, end: Callable[[Outcome], None]
-    ) -> None:
-        """Add an endpoint: the only immediate request that waits for another server; `end` receives
-        its outcome."""
-        self._endpoints.add(operation, owner, end)
+    endpoints: InferenceEndpoints
+    sessions: Sessions
+    models: Models
+    checkpoints: CheckpointCatalog
+    workers: WorkerClient
+    expiry: Expiry
+    trash: TrashCollector
 
     def run(self, operation: requests.ImmediateOperation, owner: str) -> results.Result:
         """Handle a request. Raises RequestError."""
         match operation:
             case requests.CreateSession():
-                session = self._sessions.create(operation, owner)
-                notice = self._workers.last.served.notice if self._workers.last else ""
+                session = self.sessions.create(operation, owner)
+                notice = self.workers.last.served.notice if self.workers.last else ""
                 return results.CreateSessionResult(session=session.session, notice=notice)
             case requests.Heartbeat():
-                gone = self._sessions.record_heartbeats(operation.sessions, owner)
+                gone = self.sessions.record_heartbeats(operation.sessions, owner)
                 return results.HeartbeatResult(sessions=gone)
             case requests.EndSession():
-                session = self._sessions.find(operation.session, owner)
-                self._expiry.end(session, "its client has ended it")
+                session = self.sessions.find(operation.session, owner)
+                self.expiry.end(session, "its client has ended it")
                 return results.Done()
             case requests.ListSessions():
-                own = self._sessions.list_for_owner(owner)
+                own = self.sessions.list_for_owner(owner)
                 return results.ListSessionsResult(sessions=tuple(record.session for record in own))
             case requests.GetSession():
                 return self._session(operation, owner)
             case requests.CreateSampler():
                 return self._create_sampler(operation, owner)
             case requests.GetSampler():
-                name, sampler = operation.sampler, self._sessions.sampler(operation.sampler, owner)
+                name, sampler = operation.sampler, self.sessions.sampler(operation.sampler, owner)
                 return results.SamplerResult(
                     sampler=name, base_model=sampler.base_model, path=sampler.path
                 )
             case requests.GetCapabilities():
-                return self._workers.served
+                return self.workers.served
             case requests.RemoveEndpoint() | requests.ListEndpoints():
-                return self._endpoints.run(operation, owner)
+                return self.endpoints.run(operation, owner)
             case _:
                 return self._run_on_models(operation, owner)
 
@@ -100,29 +75,27 @@ class ImmediateRequests:
     ) -> results.Result:
         match operation:
             case requests.GetModel():
-                record = self._models.find(operation.model, owner)
+                record = self.models.find(operation.model, owner)
                 return results.ModelResult(
-                    info=self._checkpoints.model_info(record),
-                    served=self._workers.served,
-                    pending=self._queue.pending(record.model),
+                    info=self.checkpoints.model_info(record), served=self.workers.served
                 )
             case requests.ListModels():
                 return self._list_models(operation, owner)
             case requests.ListCheckpoints():
                 return self._list_checkpoints(operation, owner)
             case requests.DeleteCheckpoint():
-                record = self._models.find(operation.model, owner)
-                self._trash.discard([self._checkpoints.delete(record, operation.name)])
+                record = self.models.find(operation.model, owner)
+                self.trash.discard([self.checkpoints.delete(record, operation.name)])
                 return results.Done()
             case requests.UpdateCheckpoint():
-                record = self._models.find(operation.model, owner)
+                record = self.models.find(operation.model, owner)
                 check_ttl(operation.ttl_seconds)
-                self._checkpoints.keep(
+                self.checkpoints.keep(
                     record, operation.name, operation.ttl_seconds, operation.public
                 )
                 return results.Done()
             case requests.GetCheckpoint():
-                ref, checkpoint = self._checkpoints.read(operation.path, owner)
+                ref, checkpoint = self.checkpoints.read(operation.path, owner)
                 return results.CheckpointResult(
                     base_model=checkpoint.base_model,
                     lora=checkpoint.lora,
@@ -130,8 +103,8 @@ class ImmediateRequests:
                 )
 
     def _session(self, operation: requests.GetSession, owner: str) -> results.Result:
-        record = self._sessions.find(operation.session, owner)
-        models = self._sessions.models(record.session)
+        record = self.sessions.find(operation.session, owner)
+        models = self.sessions.models(record.session)
         return results.SessionResult(
             session=record.session,
             models=tuple(model.model for model in models if model.owner == owner),
@@ -142,13 +115,13 @@ class ImmediateRequests:
         )
 
     def _create_sampler(self, operation: requests.CreateSampler, owner: str) -> results.Result:
-        session = self._sessions.find(operation.session, owner)
-        self._sessions.touch(operation.session)
-        names = self._workers.base_names
+        session = self.sessions.find(operation.session, owner)
+        self.sessions.touch(operation.session)
+        names = self.workers.base_names
         check_base(operation.base_model, names)
         base_model, path = names[0], operation.path
         if path is not None:
-            ref, checkpoint = self._checkpoints.read(path, owner)
+            ref, checkpoint = self.checkpoints.read(path, owner)
             if ref.subfolder != "sampler_weights":
                 raise RequestError(
                     "invalid",
@@ -161,7 +134,7 @@ class ImmediateRequests:
                 )
             path = str(ref)
         sampler = SamplerRecord(base_model=base_model, path=path)
-        name = self._sessions.add_sampler(session, operation.number, sampler)
+        name = self.sessions.add_sampler(session, operation.number, sampler)
         return results.SamplerResult(sampler=name, base_model=base_model, path=path)
 
     def _list_models(self, operation: requests.ListModels, owner: str) -> results.Result:
@@ -170,21 +143,21 @@ class ImmediateRequests:
                 "invalid",
                 f"limit is {operation.limit}, offset {operation.offset}; at least 1 and 0",
             )
-        own = self._models.list_for_owner(owner)
+        own = self.models.list_for_owner(owner)
         page = own[operation.offset : operation.offset + min(operation.limit, MAX_PAGE)]
         return results.ListModelsResult(
-            models=tuple(self._checkpoints.model_info(model) for model in page), total=len(own)
+            models=tuple(self.checkpoints.model_info(model) for model in page), total=len(own)
         )
 
     def _list_checkpoints(self, operation: requests.ListCheckpoints, owner: str) -> results.Result:
         if operation.model is not None:
-            records = [self._models.find(operation.model, owner)]
+            records = [self.models.find(operation.model, owner)]
         else:
-            records = self._models.list_for_owner(owner)
+            records = self.models.list_for_owner(owner)
         checkpoints = [
             checkpoint
             for record in records
-            for checkpoint in self._checkpoints.list_for_model(record)
+            for checkpoint in self.checkpoints.list_for_model(record)
         ]
         checkpoints.sort(key=lambda checkpoint: checkpoint.time)
         return results.ListCheckpointsResult(checkpoints=tuple(checkpoints))

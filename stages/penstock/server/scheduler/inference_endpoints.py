@@ -5,12 +5,14 @@ import logging
 import re
 from collections.abc import Callable, Collection, Iterable
 from concurrent.futures import Future
+from dataclasses import dataclass, field
 from functools import partial
+from typing import Any
 
 from penstock.server.protocol.requests import AddEndpoint, ListEndpoints, RemoveEndpoint
 from penstock.server.protocol.results import EndpointsResult
-from penstock.server.protocol.types import Endpoint, Secret
-from penstock.server.scheduler.errors import RequestError, internal_error, not_found
+from penstock.server.protocol.types import Endpoint, Secret, common_fields
+from penstock.server.scheduler.errors import RequestError, not_found, to_request_error
 from penstock.server.scheduler.queue import Outcome
 from penstock.server.scheduler.state_store import EndpointRecord, StateStore
 from penstock.server.weight_sync.allowed_hosts import why_not_allowed
@@ -25,35 +27,26 @@ from penstock.server.weight_sync.sglang_client import (
 
 LOG = logging.getLogger(__name__)
 
-HEADER = re.compile(r"[!-~]+")
-"""Characters allowed in a key."""
-MAX_OWNER_ENDPOINTS = 64
-"""Maximum endpoints per owner, including those being added."""
+HEADER = re.compile(r"[!-~]+")  # Characters allowed in a key
+MAX_OWNER_ENDPOINTS = 64  # Maximum endpoints per owner, including those being added
 PARALLELISM_SECONDS = 3.0
 """Seconds for a new server to report its parallelism; it may not be running yet."""
 
 
+@dataclass
 class InferenceEndpoints:
     """The endpoints of all owners, with their keys."""
 
-    def __init__(self, store: StateStore, allowed_hosts: Collection[str]) -> None:
-        """`allowed_hosts`: the hosts that endpoints may have."""
-        self._store = store
-        self._allowed_hosts = allowed_hosts
-        self._adding: dict[asyncio.Task[None], str] = {}
-        """Owners of the endpoints that are being added."""
+    store: StateStore
+    allowed_hosts: Collection[str]
+    _adding: dict[asyncio.Task[None], str] = field(default_factory=dict[asyncio.Task[None], str])
+    """Owners of the endpoints that are being added."""
 
     def add(self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]) -> None:
         """Register an endpoint, replacing one at the same address; `end` receives the outcome,
         because the server is first asked whether weights can be sent to it. Raises RequestError if
         the owner has the maximum number."""
-        self._require_room(operation.endpoint, owner)
-        task = asyncio.create_task(self._add(operation, owner, end))
-        # asyncio itself refers to tasks only weakly.
-        self._adding[task] = owner
-        task.add_done_callback(self._adding.pop)
-
-    def _require_room(self, new: Endpoint, owner: str) -> None:
+        new = operation.endpoint
         count = sum(endpoint.owner == owner for endpoint in self._others(owner, new.host, new.port))
         count += sum(adding_owner == owner for adding_owner in self._adding.values())
         if count >= MAX_OWNER_ENDPOINTS:
@@ -62,16 +55,18 @@ class InferenceEndpoints:
                 f"{count} inference endpoints of yours are known, and {MAX_OWNER_ENDPOINTS} may"
                 " be.\n  Remove one that is not needed.",
             )
+        task = asyncio.create_task(self._add(operation, owner, end))
+        # asyncio itself refers to tasks only weakly.
+        self._adding[task] = owner
+        task.add_done_callback(self._adding.pop)
 
     async def _add(
         self, operation: AddEndpoint, owner: str, end: Callable[[Outcome], None]
     ) -> None:
         try:
             end(await self._added(operation, owner))
-        except RequestError as error:
-            end(error)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            end(internal_error(error))
+            end(to_request_error(error))
 
     async def _added(self, operation: AddEndpoint, owner: str) -> EndpointsResult:
         new = operation.endpoint
@@ -82,7 +77,7 @@ class InferenceEndpoints:
             )
         if operation.api_key and not HEADER.fullmatch(operation.api_key.text):
             raise RequestError("invalid", "the api_key holds what no header of HTTP may")
-        fault = why_not_allowed(new, self._allowed_hosts)
+        fault = why_not_allowed(new, self.allowed_hosts)
         if fault is not None:
             raise RequestError("invalid", fault)
         sizes = await _sizes(InferenceServer(new, operation.api_key))
@@ -90,32 +85,28 @@ class InferenceEndpoints:
         fault = sizes.fault(world_size) if sizes else None
         if fault is not None:
             raise RequestError("invalid", f"{new.address}: {fault}")
-        record = EndpointRecord(
-            owner=owner,
-            host=new.host,
-            port=new.port,
-            world_size=world_size,
-            pool=new.pool,
-            api_key=operation.api_key.text if operation.api_key else None,
-        )
-        self._store.save_endpoints((*self._others(owner, new.host, new.port), record))
+        fields: dict[str, Any] = common_fields(new, EndpointRecord)
+        fields["world_size"] = world_size
+        api_key = operation.api_key.text if operation.api_key else None
+        record = EndpointRecord(owner=owner, api_key=api_key, **fields)
+        self.store.save_endpoints((*self._others(owner, new.host, new.port), record))
         return self._all(owner)
 
     def run(self, operation: RemoveEndpoint | ListEndpoints, owner: str) -> EndpointsResult:
         """The remaining or registered endpoints. Raises RequestError for an unknown one."""
         if isinstance(operation, RemoveEndpoint):
             remaining = self._others(owner, operation.host, operation.port)
-            if len(remaining) == len(self._store.endpoints):
+            if len(remaining) == len(self.store.endpoints):
                 raise not_found(f"inference endpoint {operation.host[:200]}:{operation.port}")
-            self._store.save_endpoints(remaining)
+            self.store.save_endpoints(remaining)
         return self._all(owner)
 
     def _all(self, owner: str) -> EndpointsResult:
-        own = (endpoint for endpoint in self._store.endpoints if endpoint.owner == owner)
+        own = (endpoint for endpoint in self.store.endpoints if endpoint.owner == owner)
         return EndpointsResult(endpoints=tuple(map(_endpoint, own)))
 
     def _others(self, owner: str, host: str, port: int) -> tuple[EndpointRecord, ...]:
-        excluded, endpoints = (owner, host, port), self._store.endpoints
+        excluded, endpoints = (owner, host, port), self.store.endpoints
         return tuple(
             endpoint
             for endpoint in endpoints
@@ -151,8 +142,7 @@ def target_endpoints(
 def resume_inference_servers(
     sent: Iterable[tuple[Endpoint, Secret | None]], group_name: str
 ) -> None:
-    """Resume generation on servers that dead workers may have left paused. Runs in the
-    background."""
+    """In the background, resume generation on servers that dead workers may have left paused."""
     for endpoint, key in sent:
         run_in_background(partial(_resume_server, InferenceServer(endpoint, key), group_name))
 
@@ -166,9 +156,7 @@ def _resume_server(server: InferenceServer, group_name: str) -> None:
 
 
 def _endpoint(record: EndpointRecord) -> Endpoint:
-    return Endpoint(
-        host=record.host, port=record.port, world_size=record.world_size, pool=record.pool
-    )
+    return Endpoint(**common_fields(record, Endpoint))
 
 
 async def _sizes(server: InferenceServer) -> EngineParallelism | None:

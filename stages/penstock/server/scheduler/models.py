@@ -14,12 +14,9 @@ from penstock.server.scheduler.state_store import ModelRecord, ResumePoint, Stat
 class LoadedModelState:
     """In-memory state of a loaded model, besides its record."""
 
-    step: int = 0
-    """Number of optimizer steps."""
+    step: int = 0  # Number of optimizer steps
     has_gradients: bool = False
-    """Whether there are accumulated gradients."""
-    lost_gradients: bool = False
-    """Whether the accumulated gradients of the next step were lost."""
+    lost_gradients: bool = False  # Whether the accumulated gradients of the next step were lost
 
 
 class Models:
@@ -30,8 +27,7 @@ class Models:
         self._states: dict[str, LoadedModelState] = {}
 
     def find(self, model: str, owner: str) -> ModelRecord:
-        """The owner's model. Raises RequestError if it does not exist or belongs to another
-        owner."""
+        """The owner's model. Raises RequestError if it does not exist or is another owner's."""
         record = self._store.models.get(model)
         if record is None or record.owner != owner:
             raise not_found(f"model {model[:200]!r}")
@@ -62,7 +58,6 @@ class Models:
         return sorted(records, key=lambda record: -record.last_request)
 
     def get_state(self, record: ModelRecord) -> LoadedModelState:
-        """The in-memory state of a model."""
         return self._states.setdefault(record.model, LoadedModelState(step=record.step))
 
     def adopt(self, record: ModelRecord, *, step: int, has_gradients: bool) -> None:
@@ -114,8 +109,7 @@ class Models:
     def set_resume_point(
         self, record: ModelRecord, start: ResumePoint | None, *, step: int
     ) -> None:
-        """The model's state is now that of `start` (None: initial), except for accumulated
-        gradients."""
+        """Its state is now that of `start` (None: initial), except for accumulated gradients."""
         record.start, record.step = start, step
         record.is_unsaved = self.get_state(record).has_gradients
         record.last_request = time.time()
@@ -129,15 +123,9 @@ class Models:
         self._store.save_model(record)
 
     def mark_restored(
-        self,
-        record: ModelRecord,
-        instance: str,
-        sizes: CheckpointSizes,
-        *,
-        was_changing: bool,
+        self, record: ModelRecord, instance: str, sizes: CheckpointSizes, *, was_changing: bool
     ) -> None:
-        """The workers have restored it from its checkpoint. `was_changing`: when the previous
-        workers died."""
+        """The workers have restored it. `was_changing`: when the previous workers died."""
         record.corrupted = record.corrupted or record.is_unsaved
         record.is_unsaved = False
         self.mark_loaded(record, instance, sizes)

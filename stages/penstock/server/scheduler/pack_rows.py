@@ -21,16 +21,21 @@ Rows = tuple[tuple[int, ...], ...]
 
 
 def pack(lengths: list[int], settings: SchedulerSettings, replicas: int) -> Rows:
-    """The sample indices of each row. Every sample is in exactly one row.
-
-    All lengths must fit (see `check_lengths`).
-    """
-    capacity = settings.sample_packing_sequence_len
+    """The sample indices of each row. All lengths must fit (see `check_lengths`)."""
+    capacity, sizes = settings.sample_packing_sequence_len, np.array(lengths, np.int64)
     if not settings.enable_packing:
-        return _rows(one_per_row(len(lengths)).tolist())
-    return _PACKED[settings.sample_packing_strategy](
-        np.array(lengths, np.int64), capacity, replicas
-    )
+        rows = one_per_row(len(lengths)).tolist()
+    elif settings.sample_packing_strategy == "sequential":
+        rows = sequential(sizes, capacity).tolist()
+    elif settings.sample_packing_strategy == "best_fit":
+        counts = count_values(sizes, capacity)
+        plan = search_best(counts, capacity, fewest_rows(counts, capacity))
+        built = build_rows(sizes, np.arange(len(sizes)), plan, capacity)
+        numbers = range(built.num_rows)
+        rows = sorted(sorted(built.samples_in(np.array([row])).tolist()) for row in numbers)
+    else:
+        rows = _balanced(sizes, capacity, replicas)
+    return tuple(map(tuple, rows))
 
 
 def check_lengths(lengths: Iterable[int], capacity: int) -> None:
@@ -45,21 +50,7 @@ def check_lengths(lengths: Iterable[int], capacity: int) -> None:
             )
 
 
-def _sequential(lengths: Indices, capacity: int, replicas: int) -> Rows:
-    del replicas
-    return _rows(sequential(lengths, capacity).tolist())
-
-
-def _best_fit(lengths: Indices, capacity: int, replicas: int) -> Rows:
-    del replicas
-    counts = count_values(lengths, capacity)
-    plan = search_best(counts, capacity, fewest_rows(counts, capacity))
-    rows = build_rows(lengths, np.arange(len(lengths)), plan, capacity)
-    held = [rows.samples_in(np.array([row])).tolist() for row in range(rows.num_rows)]
-    return _rows(sorted(sorted(row) for row in held))
-
-
-def _balanced(lengths: Indices, capacity: int, replicas: int) -> Rows:
+def _balanced(lengths: Indices, capacity: int, replicas: int) -> list[list[int]]:
     """Longest sample first, into the emptiest row (LPT, Graham 1969); adds rows, as many for every
     replica, until all samples fit."""
     fewest = fewest_rows(count_values(lengths, capacity), capacity)
@@ -78,12 +69,5 @@ def _balanced(lengths: Indices, capacity: int, replicas: int) -> Rows:
         else:
             # Rows are dealt to replicas round robin: rows of similar length run at the same time.
             filled = [sorted(row) for row in rows if row]
-            return _rows(sorted(filled, key=lambda row: -int(lengths[row].sum())))
+            return sorted(filled, key=lambda row: -int(lengths[row].sum()))
         num_rows += replicas
-
-
-_PACKED = {"sequential": _sequential, "best_fit": _best_fit, "balanced_dp": _balanced}
-
-
-def _rows(rows: list[list[int]]) -> Rows:
-    return tuple(tuple(row) for row in rows)

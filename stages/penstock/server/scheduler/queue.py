@@ -17,25 +17,17 @@ from penstock.server.protocol.results import ForwardBackwardResult, Result
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.state_store import CompletedRequest, QueueState
 
-FIRST = 1
-"""Sequence number of the first request of a model."""
-
-MAX_OUTCOMES = 64
-"""Outcomes kept per model for repeated requests."""
-
-MAX_OUTCOME_BYTES = 16 << 20
-"""Maximum bytes of outcomes; the oldest are dropped beyond it."""
-
+FIRST = 1  # Sequence number of the first request of a model
+MAX_OUTCOMES = 64  # Outcomes kept per model for repeated requests
+MAX_OUTCOME_BYTES = 16 << 20  # Maximum bytes of outcomes; the oldest are dropped beyond it
 SETTLE_SECONDS = 1.0
 """Seconds in which lower sequence numbers may still arrive before the lowest present one is taken
 as the next, if the next number is unknown."""
 
 MAX_SHUTDOWN_STATE_BYTES = 128 << 20
-"""Bytes of outcomes left to the next process, shared equally between models; at least the last one
-of each."""
+"""Of outcomes for the next process, shared equally by models; at least the last one of each."""
 
 Outcome = Result | RequestError
-"""The outcome of a task."""
 
 
 # Without `eq` lists find a task by identity, and do not compare all arrays of operations.
@@ -45,21 +37,16 @@ class Task:
 
     operation: ModelOperation | Sample
     owner: str
-    model: str | None
-    """The model whose queue it is in; None: sampling, which belongs to no model."""
-    seq: int | None = None
-    """Sequence number; None: after the requests that arrived before it."""
+    model: str | None  # The model whose queue it is in; None: sampling, which belongs to no model
+    seq: int | None = None  # Sequence number; None: after the requests that arrived before it
     request_ids: list[str] = field(default_factory=list[str])
     """The ids of the requests that receive the outcome."""
     is_internal: bool = False
     """Whether the scheduler created it, so that it runs even if all clients are gone."""
     is_checked: bool = False
-    """Whether it has been validated."""
     arrival: int = 0
-    """Arrival number over all tasks."""
     outcome: RequestError | None = None
-    """The error of a task that was rejected or cancelled while waiting; its sequence number is
-    skipped."""
+    """Of a task that was rejected or cancelled while waiting; its sequence number is skipped."""
 
 
 def to_response(request_id: str, outcome: Outcome) -> Response | Failure:
@@ -120,10 +107,8 @@ class ModelQueue:
 
     def put(self, task: Task) -> Task | Outcome:
         """Add a request. Returns its task, which is an existing one if the sequence number is
-        known; or the outcome of that.
-
-        Raises RequestError if the number belongs to another request, or its outcome was dropped.
-        """
+        known; or the outcome of that. Raises RequestError if the number belongs to another request,
+        or its outcome was dropped."""
         seq = task.seq
         if seq is None:
             self._unnumbered.append(task)
@@ -163,13 +148,11 @@ class ModelQueue:
         return self._numbered[lowest] if lowest <= self._next else None
 
     def begin(self, task: Task) -> None:
-        """The candidate has started."""
         self.remove(task)
         self.running = task
 
     def end(self, outcome: Outcome) -> None:
-        """The running request has ended. If it was lost, it may be submitted again with its
-        number."""
+        """The running request has ended. If it was lost, its number may be submitted again."""
         task, self.running = self.running, None
         assert task is not None
         if task.seq is None:
@@ -180,25 +163,20 @@ class ModelQueue:
         else:
             self._complete(task, outcome)
 
-    def skip(self) -> list[Task]:
-        """Skip requests that were already rejected, and return them."""
-        skipped: list[Task] = []
+    def skip(self) -> None:
+        """Skip requests that were already rejected."""
         while (task := self.candidate()) is not None and task.outcome is not None:
             self.remove(task)
             if task.seq is not None:
                 self._complete(task, task.outcome)
-            skipped.append(task)
-        return skipped
 
     def accept_any_next(self) -> None:
         """Accept any next sequence number: those in between may be lost."""
         self._is_next_known = False
 
     def pop_overdue(self, now: float, gap: float) -> Task | None:
-        """The request that has waited `gap` seconds for a missing lower number, which fails.
-
-        If the next number is unknown, the lowest present one runs instead.
-        """
+        """The request that has waited `gap` seconds for a missing lower number, which fails. If the
+        next number is unknown, the lowest present one runs instead."""
         if self.running is not None or self.candidate() is not None or not self._numbered:
             self.stalled_since = None
             return None
@@ -223,8 +201,7 @@ class ModelQueue:
         return task
 
     def left(self, max_bytes: int) -> QueueState:
-        """State for the next process: the last outcomes, of up to `max_bytes`, and at least the
-        last one."""
+        """State for the next process: the last outcomes, up to `max_bytes`, at least one."""
         totals = itertools.accumulate(stored.bytes for stored in reversed(self._outcomes.values()))
         count = max(1, sum(total <= max_bytes for total in totals))
         ended = [
@@ -252,7 +229,6 @@ class ModelQueue:
             del self._numbered[task.seq]
 
     def _complete(self, task: Task, outcome: Outcome) -> None:
-        """Record the outcome of a sequence number and advance."""
         assert task.seq is not None
         self._store_outcome(task.seq, type(task.operation), outcome)
         self._next, self._is_next_known = task.seq + 1, True
@@ -282,17 +258,11 @@ class RequestQueue:
         self._gap = gap
         self._model_queues: dict[str, ModelQueue] = {}
         self._sampling_tasks: list[Task] = []
-        self._running: list[Task] = []
+        self.running: list[Task] = []
         self._num_arrivals = 0
 
     def __len__(self) -> int:
-        """Number of waiting requests."""
         return len(self._sampling_tasks) + sum(len(lane) for lane in self._model_queues.values())
-
-    @property
-    def running(self) -> list[Task]:
-        """The running tasks."""
-        return list(self._running)
 
     def waiting(self) -> list[Task]:
         """Tasks that have not started, without those that were rejected while waiting."""
@@ -300,10 +270,8 @@ class RequestQueue:
         return [task for task in [*held, *self._sampling_tasks] if task.outcome is None]
 
     def has_waiting(self, model: str, kind: type) -> bool:
-        """Whether a request of this type waits in this model's queue."""
-        lane = self._model_queues.get(model)
-        return lane is not None and any(
-            task.outcome is None and isinstance(task.operation, kind) for task in lane.waiting()
+        return any(
+            task.model == model and isinstance(task.operation, kind) for task in self.waiting()
         )
 
     def pending(self, model: str) -> int:
@@ -323,10 +291,7 @@ class RequestQueue:
 
     def put(self, task: Task) -> Task | Outcome:
         """Enqueue a request. Returns its task, which is an existing one if the sequence number is
-        known; or the outcome of that.
-
-        Raises RequestError if its number is invalid.
-        """
+        known; or the outcome of that. Raises RequestError if its number is invalid."""
         self._num_arrivals += 1
         task.arrival = self._num_arrivals
         if task.model is None:
@@ -338,25 +303,16 @@ class RequestQueue:
         """Start the next request that `may` accepts."""
         for lane in self._model_queues.values():
             lane.skip()
-        ready = [
-            candidate for lane in self._model_queues.values() if (candidate := lane.candidate())
-        ]
-        ready += self._sampling_tasks[:1]
+        ready = [*self._candidates(), *self._sampling_tasks[:1]]
         first = min(filter(may, ready), key=lambda task: task.arrival, default=None)
         if first is not None:
             self._begin(first)
         return first
 
     def take_batch(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
-        """Start up to `most` more sampling requests that can be batched with the running one.
-
-        Only if no other request has waited longer.
-        """
-        arrivals = [
-            candidate.arrival
-            for lane in self._model_queues.values()
-            if (candidate := lane.candidate())
-        ]
+        """Start up to `most` more sampling requests that can be batched with the running one. Only
+        if no other request has waited longer."""
+        arrivals = [task.arrival for task in self._candidates()]
         before = min(arrivals, default=self._num_arrivals + 1)
         early = (task for task in self._sampling_tasks if task.arrival < before)
         alike = list(itertools.islice(filter(is_alike, early), most))
@@ -365,17 +321,14 @@ class RequestQueue:
         return alike
 
     def end(self, task: Task, outcome: Outcome) -> None:
-        """A running task has ended."""
-        self._running.remove(task)
+        self.running.remove(task)
         if task.model is not None:
             self._model_queue(task.model).end(outcome)
 
     def reject(self, task: Task, outcome: RequestError) -> None:
         """Reject a waiting request; its sequence number is skipped in its turn."""
-        if task.model is None:
-            self._sampling_tasks.remove(task)
-        elif task.seq is None:
-            self._model_queue(task.model).remove(task)
+        if task.seq is None:
+            self._remove(task)
         task.outcome = outcome
         task.request_ids = []
 
@@ -395,16 +348,10 @@ class RequestQueue:
         return None
 
     def drop_waiting(self) -> list[Task]:
-        """Drop waiting requests, except the scheduler's own.
-
-        They may be submitted again, in any order.
-        """
+        """Drop clients' waiting requests, which may be submitted again, in any order."""
         dropped = [task for task in self.waiting() if not task.is_internal]
         for task in dropped:
-            if task.model is None:
-                self._sampling_tasks.remove(task)
-            else:
-                self._model_queue(task.model).remove(task)
+            self._remove(task)
         for lane in self._model_queues.values():
             lane.accept_any_next()
         return dropped
@@ -421,7 +368,6 @@ class RequestQueue:
         self._model_queues[model] = ModelQueue(model)
 
     def accept_any_next(self, model: str) -> None:
-        """Accept any next sequence number of this model."""
         self._model_queue(model).accept_any_next()
 
     def left(self) -> dict[str, QueueState]:
@@ -430,7 +376,6 @@ class RequestQueue:
         return {model: lane.left(max_bytes) for model, lane in self._model_queues.items()}
 
     def restore(self, model: str, state: QueueState) -> None:
-        """Restore the state of this model's queue."""
         self._model_queue(model).restore(state)
 
     def forget(self, model: str) -> None:
@@ -439,11 +384,20 @@ class RequestQueue:
             self._model_queues.pop(model, None)
 
     def _begin(self, task: Task) -> None:
-        self._running.append(task)
+        self.running.append(task)
         if task.model is None:
             self._sampling_tasks.remove(task)
         else:
             self._model_queue(task.model).begin(task)
+
+    def _remove(self, task: Task) -> None:
+        if task.model is None:
+            self._sampling_tasks.remove(task)
+        else:
+            self._model_queue(task.model).remove(task)
+
+    def _candidates(self) -> list[Task]:
+        return [task for lane in self._model_queues.values() if (task := lane.candidate())]
 
     def _model_queue(self, model: str) -> ModelQueue:
         return self._model_queues.setdefault(model, ModelQueue(model))

@@ -5,6 +5,7 @@ still hold unchanged is kept.
 """
 
 import logging
+from dataclasses import dataclass
 
 from penstock.server.protocol.results import Done
 from penstock.server.protocol.worker_commands import (
@@ -24,28 +25,19 @@ from penstock.server.scheduler.worker_client import WorkerClient
 LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class Recovery:
     """Restores models."""
 
-    def __init__(
-        self,
-        workers: WorkerClient,
-        store: StateStore,
-        models: Models,
-        checkpoints: CheckpointCatalog,
-    ) -> None:
-        self._workers = workers
-        self._store = store
-        self._models = models
-        self._checkpoints = checkpoints
+    workers: WorkerClient
+    store: StateStore
+    models: Models
+    checkpoints: CheckpointCatalog
 
     async def restore(self, ready: Ready) -> list[str]:
-        """Restore the models in these workers; returns the restored ones.
-
-        Raises WorkersLostError if they die during that.
-        """
-        interrupted = self._store.read_interrupted_change()
-        loaded = {record.model: record for record in self._models.open()}
+        """Restore the models; returns the restored ones. Raises WorkersLostError."""
+        interrupted = self.store.read_interrupted_change()
+        loaded = {record.model: record for record in self.models.open()}
         intact = {
             name
             for name, record in loaded.items()
@@ -57,7 +49,7 @@ class Recovery:
         restored: list[str] = []
         for name, record in loaded.items():
             if name in intact:
-                self._models.adopt(
+                self.models.adopt(
                     record,
                     step=ready.steps.get(name, record.step),
                     has_gradients=name in ready.models_with_gradients,
@@ -65,12 +57,12 @@ class Recovery:
             else:
                 await self._open(record, ready, was_changing=name == interrupted)
                 restored.append(name)
-        self._store.end()
+        self.store.end()
         return restored
 
     async def _close(self, model: str) -> None:
         try:
-            await self._workers.run(UnloadModelCommand(model=model), Done)
+            await self.workers.run(UnloadModelCommand(model=model), Done)
         except WorkersLostError:
             raise
         except RequestError as error:
@@ -81,33 +73,33 @@ class Recovery:
         is_held = False
         try:
             check_base(record.base_model, [ready.served.base_model])
-            sizes = await self._workers.run(build_create_command(record), CheckpointSizes)
+            sizes = await self.workers.run(build_create_command(record), CheckpointSizes)
             is_held = True
             await self._load(record)
         except WorkersLostError:
             raise
         except RequestError as error:
             LOG.warning("model %s is not restored: %s", record.model, error)
-            self._models.mark_unloaded(record, f"it could not be restored: {error}")
+            self.models.mark_unloaded(record, f"it could not be restored: {error}")
             if is_held:
                 await self._close(record.model)
             return
-        self._models.mark_restored(record, ready.instance, sizes, was_changing=was_changing)
+        self.models.mark_restored(record, ready.instance, sizes, was_changing=was_changing)
         LOG.info("model %s is restored at step %d", record.model, record.step)
 
     async def _load(self, record: ModelRecord) -> None:
         start = record.start
-        if start is not None and not self._checkpoints.exists(start):
+        if start is not None and not self.checkpoints.exists(start):
             # Its checkpoint was deleted or overwritten: the newest existing one is closest to it.
-            start = self._checkpoints.newest(record)
+            start = self.checkpoints.newest(record)
             record.start, record.is_unsaved = start, True
             record.step = 0
             if start is not None:
                 ref = parse_checkpoint_path(start.path)
                 record.step = record.checkpoints[ref.relative_name].step
         if start is not None:
-            folder = str(self._checkpoints.folder(parse_checkpoint_path(start.path)))
-            await self._workers.run(
+            folder = str(self.checkpoints.folder(parse_checkpoint_path(start.path)))
+            await self.workers.run(
                 LoadCheckpointCommand(model=record.model, folder=folder, optimizer=start.optimizer),
                 Done,
             )

@@ -1,11 +1,10 @@
-"""Save checkpoints: training checkpoints and sampler weights.
-
-Free space is checked before writing. A checkpoint gets its name only when it is complete.
-"""
+"""Save checkpoints: training checkpoints and sampler weights. Free space is checked before writing.
+A checkpoint gets its name only when it is complete."""
 
 import asyncio
 import time
 from collections.abc import Mapping
+from dataclasses import dataclass
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -26,22 +25,15 @@ from penstock.server.scheduler.worker_client import WorkerClient
 NOTHING: Mapping[str, str] = {}
 
 
+@dataclass(frozen=True)
 class CheckpointSaver:
     """Saves checkpoints of all models."""
 
-    def __init__(
-        self,
-        workers: WorkerClient,
-        store: StateStore,
-        storage: Storage,
-        models: Models,
-        trash: TrashCollector,
-    ) -> None:
-        self._workers = workers
-        self._store = store
-        self._storage = storage
-        self._models = models
-        self._trash = trash
+    workers: WorkerClient
+    store: StateStore
+    storage: Storage
+    models: Models
+    trash: TrashCollector
 
     async def training(
         self,
@@ -52,11 +44,9 @@ class CheckpointSaver:
         ttl_seconds: float | None = None,
         user_metadata: Mapping[str, str] = NOTHING,
     ) -> CheckpointRef:
-        """Save a training checkpoint, from which the model is restored if the workers die. Raises
-        RequestError."""
-        live = self._models.get_state(record)
+        """Save a checkpoint, from which it is restored if the workers die. Raises RequestError."""
         ref = self._new_ref(record, "weights", name, overwrite)
-        step = live.step
+        step = self.models.get_state(record).step
         metadata: dict[str, str | int | float | bool | None] = {
             "model": record.model,
             "base_model": record.base_model,
@@ -66,13 +56,13 @@ class CheckpointSaver:
         temp_folder = await self._prepare_temp_folder(
             ref, record.state_bytes, f"a checkpoint of {ref.model}"
         )
-        await self._workers.run(
+        await self.workers.run(
             SaveCheckpointCommand(model=record.model, folder=str(temp_folder), metadata=metadata),
             Done,
         )
         checkpoint = await self._publish(record, ref, ttl_seconds, user_metadata, step, None)
         start = ResumePoint(path=str(ref), optimizer=True, time=checkpoint.time)
-        self._models.set_resume_point(record, start, step=step)
+        self.models.set_resume_point(record, start, step=step)
         return ref
 
     async def sampler(
@@ -84,17 +74,14 @@ class CheckpointSaver:
         user_metadata: Mapping[str, str] = NOTHING,
         only_for: str | None = None,
     ) -> CheckpointRef:
-        """Save sampler weights; `only_for`: a sampler with which they are deleted.
-
-        Raises RequestError.
-        """
-        live = self._models.get_state(record)
+        """Save sampler weights, deleted with the sampler `only_for`. Raises RequestError."""
         ref = self._new_ref(record, "sampler_weights", name, overwrite=False)
+        step = self.models.get_state(record).step
         temp_folder = await self._prepare_temp_folder(
             ref, record.export_bytes, f"an export of {ref.model}"
         )
-        await self._workers.run(ExportCommand(model=record.model, folder=str(temp_folder)), Done)
-        await self._publish(record, ref, ttl_seconds, user_metadata, live.step, only_for)
+        await self.workers.run(ExportCommand(model=record.model, folder=str(temp_folder)), Done)
+        await self._publish(record, ref, ttl_seconds, user_metadata, step, only_for)
         return ref
 
     def _new_ref(
@@ -104,8 +91,7 @@ class CheckpointSaver:
             ref = CheckpointRef(record.model, subfolder, name)
             if not overwrite and self._is_taken(record, ref):
                 raise RequestError(
-                    "exists",
-                    f"{ref} exists already.\n  Choose another name, or set overwrite.",
+                    "exists", f"{ref} exists already.\n  Choose another name, or set overwrite."
                 )
             return ref
         now = datetime.now(UTC)
@@ -117,14 +103,14 @@ class CheckpointSaver:
     async def _prepare_temp_folder(self, ref: CheckpointRef, needed: int, purpose: str) -> Path:
         """A new temporary folder for `needed` bytes. Raises RequestError."""
         # Folders being deleted still use space.
-        await self._trash.done()
-        await asyncio.to_thread(self._storage.check_space, needed, purpose)
-        temp_folder = self._storage.temp_folder(ref)
+        await self.trash.done()
+        await asyncio.to_thread(self.storage.check_space, needed, purpose)
+        temp_folder = self.storage.temp_folder(ref)
         await asyncio.to_thread(discard, temp_folder)
         return temp_folder
 
     def _is_taken(self, record: ModelRecord, ref: CheckpointRef) -> bool:
-        return ref.relative_name in record.checkpoints or self._storage.folder(ref).exists()
+        return ref.relative_name in record.checkpoints or self.storage.folder(ref).exists()
 
     async def _publish(
         self,
@@ -135,17 +121,17 @@ class CheckpointSaver:
         step: int,
         only_for: str | None,
     ) -> CheckpointRecord:
-        if not self._storage.temp_folder(ref).is_dir():
+        if not self.storage.temp_folder(ref).is_dir():
             raise RequestError(
                 "internal",
                 f"the workers saved {ref}, but it is not in output_dir.\n"
                 "  Put output_dir on a file system that all processes share.",
             )
-        await asyncio.to_thread(self._storage.publish, ref)
+        await asyncio.to_thread(self.storage.publish, ref)
         now = time.time()
         checkpoint = record.checkpoints[ref.relative_name] = CheckpointRecord(
             time=now,
-            size=await asyncio.to_thread(self._storage.size, ref),
+            size=await asyncio.to_thread(self.storage.size, ref),
             base_model=record.base_model,
             lora=record.lora,
             step=step,
@@ -153,5 +139,5 @@ class CheckpointSaver:
             sampler=only_for,
             user_metadata=dict(user_metadata),
         )
-        self._store.save_model(record)
+        self.store.save_model(record)
         return checkpoint

@@ -39,10 +39,11 @@ from penstock.server.scheduler.errors import (
     OperationTimeoutError,
     RequestError,
     WorkersLostError,
-    internal_error,
+    to_request_error,
 )
 from penstock.server.scheduler.expiry import Expiry
 from penstock.server.scheduler.immediate_requests import ImmediateRequests
+from penstock.server.scheduler.inference_endpoints import InferenceEndpoints
 from penstock.server.scheduler.models import Models
 from penstock.server.scheduler.queue import Outcome, RequestQueue, Task, to_response
 from penstock.server.scheduler.recovery import Recovery
@@ -59,11 +60,8 @@ from penstock.server.weight_sync.allowed_hosts import allowed_hosts
 
 LOG = logging.getLogger(__name__)
 
-CHECK_SECONDS = 0.1
-"""Seconds between checks for requests that wait for a missing sequence number."""
-
+CHECK_SECONDS = 0.1  # Seconds between checks for requests that wait for a missing sequence number
 MIN_STATUS_SECONDS = 0.05
-"""Minimum seconds between status messages."""
 
 
 class Scheduler:
@@ -81,56 +79,37 @@ class Scheduler:
         self._wake = asyncio.Event()
         self._outbox: asyncio.Queue[FromScheduler] = asyncio.Queue()
         self._status_changed = asyncio.Event()
-        self._reported_state: WorkersState | None = None
-        """The last reported state of the workers."""
+        self._reported_state: WorkersState | None = None  # The last reported state of the workers
         self._api_instance: str | None = None
-        self._restored_workers: Ready | None = None
-        """The workers whose models are restored."""
+        self._restored_workers: Ready | None = None  # The workers whose models are restored
         hosts = allowed_hosts(settings.sync_allowed_hosts, requires_keys=settings.requires_keys)
         storage, trash = Storage(settings.output_dir, settings.storage_limit), TrashCollector()
         store = StateStore(storage.root)
-        self._store = store
-        self._queue = RequestQueue(settings.sequence_gap_timeout)
-        self._workers = WorkerClient(workers, settings, self._on_change)
-        self._sessions = Sessions(store, settings)
-        self._models = Models(store)
+        sessions, models = Sessions(store, settings), Models(store)
         checkpoints = CheckpointCatalog(store, storage)
-        self._recovery = Recovery(self._workers, store, self._models, checkpoints)
-        saver = CheckpointSaver(self._workers, store, storage, self._models, trash)
+        queue = RequestQueue(settings.sequence_gap_timeout)
+        client = WorkerClient(workers, settings, self._on_change)
+        self._store, self._queue, self._workers = store, queue, client
+        self._endpoints = InferenceEndpoints(store, hosts)
+        self._recovery = Recovery(client, store, models, checkpoints)
+        saver = CheckpointSaver(client, store, storage, models, trash)
         self._training = TrainingRequests(
-            settings,
-            self._workers,
-            store,
-            self._sessions,
-            self._models,
-            checkpoints,
-            saver,
-            hosts,
+            settings, client, store, sessions, models, checkpoints, saver, hosts
         )
-        self._admission = Admission(
-            self._queue, self._sessions, self._models, self._workers, settings
-        )
-        self._sampling = SamplingRequests(
-            self._workers, self._sessions, checkpoints, self._admission.check
-        )
+        self._admission = Admission(queue, sessions, models, client, settings)
+        self._sampling = SamplingRequests(client, sessions, checkpoints, self._admission.check)
         self._expiry = Expiry(
-            settings, self._queue, self._sessions, self._models, checkpoints, trash.discard
+            settings.idle_session_timeout, queue, sessions, models, checkpoints, trash.discard
         )
         self._immediate = ImmediateRequests(
-            store,
-            self._sessions,
-            self._models,
-            checkpoints,
-            self._workers,
-            self._queue,
-            self._expiry,
-            trash,
-            hosts,
+            self._endpoints, sessions, models, checkpoints, client, self._expiry, trash
         )
-        self._shutdown = GracefulShutdown(
-            settings, self._queue, self._workers, self._models, self._training
-        )
-        self._resume()
+        self._shutdown = GracefulShutdown(settings, queue, client, models, self._training)
+        # Continue from where the previous process stopped or died.
+        state = store.take_shutdown_state()
+        self._admission.untouched.update(state.untouched)
+        for record in models.open():
+            queue.restore(record.model, state.lanes.get(record.model, QueueState()))
 
     async def run(self) -> None:
         """Serve until cancelled, or until stopped and everything is saved that could be."""
@@ -157,13 +136,6 @@ class Scheduler:
         """Request an orderly end of `run`."""
         self._shutdown.request_stop()
         self._wake.set()
-
-    def _resume(self) -> None:
-        """Continue from where the previous process stopped or died."""
-        state = self._store.take_shutdown_state()
-        self._admission.untouched.update(state.untouched)
-        for record in self._models.open():
-            self._queue.restore(record.model, state.lanes.get(record.model, QueueState()))
 
     def _save_shutdown_state(self) -> None:
         state = ShutdownState(lanes=self._queue.left(), untouched=self._admission.untouched)
@@ -212,29 +184,19 @@ class Scheduler:
 
     def _on_request(self, request: Request) -> None:
         try:
-            if isinstance(request.operation, ModelOperation | Sample):
-                self._submit(request, request.operation)
-            elif isinstance(request.operation, AddEndpoint):
-                self._immediate.add(
-                    request.operation, request.owner, partial(self._respond, request.id)
-                )
+            operation = request.operation
+            if isinstance(operation, ModelOperation | Sample):
+                outcome = self._admission.admit(request, operation)
+                if outcome is not None:
+                    self._respond(request.id, outcome)
+                self._on_change()
+            elif isinstance(operation, AddEndpoint):
+                self._endpoints.add(operation, request.owner, partial(self._respond, request.id))
             else:
-                self._respond(
-                    request.id,
-                    self._immediate.run(cast(ImmediateOperation, request.operation), request.owner),
-                )
-        except RequestError as error:
-            self._respond(request.id, error)
+                result = self._immediate.run(cast(ImmediateOperation, operation), request.owner)
+                self._respond(request.id, result)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            self._respond(request.id, internal_error(error))
-
-    def _submit(self, request: Request, operation: ModelOperation | Sample) -> None:
-        if self._workers.state == "failed":
-            raise RequestError("unavailable", self._workers.reason)
-        outcome = self._admission.admit(request, operation)
-        if outcome is not None:
-            self._respond(request.id, outcome)
-        self._on_change()
+            self._respond(request.id, to_request_error(error))
 
     def _on_cancel(self, cancel: Cancel) -> None:
         outcome = RequestError("cancelled", "it was cancelled before it started")
@@ -325,10 +287,8 @@ class Scheduler:
                 outcomes = await self._sampling.sample(tasks)
             else:
                 outcomes = [await self._run_operation(task)]
-        except RequestError as error:
-            outcomes = [error] * len(tasks)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            outcomes = [internal_error(error)] * len(tasks)
+            outcomes = [to_request_error(error)] * len(tasks)
         return tasks, outcomes
 
     async def _run_operation(self, task: Task) -> Result:
@@ -342,7 +302,6 @@ class Scheduler:
         return await self._training.run(operation, task.owner, why)
 
     def _respond_to_all(self, task: Task, outcome: Outcome) -> None:
-        """The response to every request that waits for the task."""
         self._admission.on_task_end(task)
         for request_id in task.request_ids:
             self._respond(request_id, outcome)

@@ -1,7 +1,4 @@
-"""Client sessions: ownership, liveness, and their models and samplers.
-
-Nothing here needs workers.
-"""
+"""Client sessions: ownership, liveness, their models and samplers. Nothing needs workers."""
 
 import time
 import uuid
@@ -17,8 +14,7 @@ from penstock.server.scheduler.state_store import (
     StateStore,
 )
 
-MAX_METADATA = 64 << 10
-"""Maximum characters of tags and metadata of a session or model."""
+MAX_METADATA = 64 << 10  # Maximum characters of tags and metadata of a session or model
 
 
 class Sessions:
@@ -32,10 +28,7 @@ class Sessions:
 
     def create(self, operation: CreateSession, owner: str) -> SessionRecord:
         """Create a session; or return the one of that name, if it belongs to the owner and has not
-        ended.
-
-        Raises RequestError.
-        """
+        ended. Raises RequestError."""
         name = model_name(operation.session) if operation.session is not None else uuid.uuid4().hex
         session = self._store.sessions.get(name)
         if session is not None and session.owner != owner:
@@ -44,12 +37,8 @@ class Sessions:
             check_metadata(operation.tags, operation.user_metadata)
             owners = [record.owner for record in self.open()]
             check_limit("max_sessions", self._max_open, len(owners), "sessions are open")
-            check_limit(
-                "max_owner_sessions",
-                self._max_open_of_owner,
-                owners.count(owner),
-                "sessions of yours are open",
-            )
+            own, limit = owners.count(owner), self._max_open_of_owner
+            check_limit("max_owner_sessions", limit, own, "sessions of yours are open")
             session = SessionRecord(
                 session=name,
                 owner=owner,
@@ -62,8 +51,7 @@ class Sessions:
         return session
 
     def find(self, session: str, owner: str) -> SessionRecord:
-        """The owner's session. Raises RequestError if it does not exist, belongs to another owner,
-        or has ended."""
+        """The owner's session. Raises RequestError if there is none, or it has ended."""
         record = self._store.sessions.get(session)
         if record is None or record.owner != owner:
             raise not_found(f"session {session[:200]!r}")
@@ -75,7 +63,6 @@ class Sessions:
         return self._store.sessions.get(session)
 
     def touch(self, session: str) -> None:
-        """Record activity of the client."""
         self._heard[session] = time.monotonic()
 
     def record_heartbeats(self, sessions: tuple[str, ...], owner: str) -> tuple[str, ...]:
@@ -102,7 +89,6 @@ class Sessions:
         return sorted(own, key=lambda record: record.created)
 
     def open(self) -> list[SessionRecord]:
-        """All sessions that have not ended."""
         return [record for record in self._store.sessions.values() if not record.has_ended]
 
     def models(self, session: str) -> list[ModelRecord]:

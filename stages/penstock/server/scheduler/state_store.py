@@ -21,25 +21,21 @@ from penstock.core.files import atomic_write, remove
 from penstock.server.protocol.envelopes import Failure, Response
 from penstock.server.protocol.requests import CreateModel
 from penstock.server.protocol.secret import write_secret
-from penstock.server.protocol.types import LoraConfig, OptimizerConfig
+from penstock.server.protocol.types import LoraConfig, OptimizerConfig, common_fields
 from penstock.server.protocol.worker_commands import CreateModelCommand
 
 
 class CheckpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint of a model, stored under its folder and name."""
 
-    time: float
-    """Seconds since the epoch."""
+    time: float  # Seconds since the epoch
     size: int
     base_model: str
-    lora: LoraConfig | None = None
-    """The model's LoRA config at that time; None: full fine-tuning."""
-    step: int = 0
-    """Number of optimizer steps."""
+    lora: LoraConfig | None = None  # The model's LoRA config at that time; None: full fine-tuning
+    step: int = 0  # Number of optimizer steps
     expires: float | None = None
     public: bool = False
-    sampler: str | None = None
-    """The sampler that it is deleted with; None: independent."""
+    sampler: str | None = None  # The sampler that it is deleted with; None: independent
     user_metadata: dict[str, str] = {}
 
 
@@ -64,32 +60,23 @@ class ModelRecord(msgspec.Struct, kw_only=True):
     user_metadata: dict[str, str]
     created: float
     last_request: float
-    is_open: bool = False
-    """Whether the workers hold it, or are to hold it again."""
-    instance: str = ""
-    """The workers instance that holds it."""
-    start: ResumePoint | None = None
-    """None: restored from its initial state."""
-    is_unsaved: bool = False
-    """Whether it has changed since `start`."""
+    is_open: bool = False  # Whether the workers hold it, or are to hold it again
+    instance: str = ""  # The workers instance that holds it
+    start: ResumePoint | None = None  # None: restored from its initial state
+    is_unsaved: bool = False  # Whether it has changed since `start`
     corrupted: bool = False
     """Whether state that a client has seen was lost, and not yet reported to the client."""
-    step: int = 0
-    """Number of optimizer steps at `start`."""
-    state_bytes: int = 0
-    """Bytes of a checkpoint, as reported by the workers."""
+    step: int = 0  # Number of optimizer steps at `start`
+    state_bytes: int = 0  # Bytes of a checkpoint, as reported by the workers
     export_bytes: int = 0
-    closing: str = ""
-    """Why it is unloaded."""
-    checkpoints: dict[str, CheckpointRecord] = {}
-    """By `weights/<name>` or `sampler_weights/<name>`."""
+    closing: str = ""  # Why it is unloaded
+    checkpoints: dict[str, CheckpointRecord] = {}  # By `weights/<name>` or `sampler_weights/<name>`
 
 
 class EndpointRecord(msgspec.Struct, frozen=True, kw_only=True):
     """An inference server of an owner."""
 
-    owner: str = ""
-    """Empty: no owner, in a file that predates owners of inference servers."""
+    owner: str = ""  # Empty: no owner, in a file that predates owners of inference servers
     host: str
     port: int
     world_size: int = 1
@@ -117,45 +104,36 @@ class SessionRecord(msgspec.Struct, kw_only=True):
     user_metadata: dict[str, str] = {}
     samplers: dict[str, SamplerRecord] = {}
     has_ended: bool = False
-    ending: str = ""
-    """Why it has ended."""
-    ended: float = 0.0
-    """End time in seconds since the epoch."""
+    ending: str = ""  # Why it has ended
+    ended: float = 0.0  # End time in seconds since the epoch
 
 
 class CompletedRequest(msgspec.Struct, frozen=True, kw_only=True):
     """The outcome of a request with a sequence number."""
 
     seq: int
-    kind: str
-    """The name of its type."""
-    end: Response | Failure
-    """The reply; its request id is unused."""
+    kind: str  # The name of its type
+    end: Response | Failure  # The reply; its request id is unused
 
 
 class QueueState(msgspec.Struct, frozen=True, kw_only=True):
     """State of a model's queue."""
 
-    next: int = 1
-    """The next sequence number."""
-    ended: tuple[CompletedRequest, ...] = ()
-    """Stored outcomes, oldest first."""
+    next: int = 1  # The next sequence number
+    ended: tuple[CompletedRequest, ...] = ()  # Stored outcomes, oldest first
 
 
 class ShutdownState(msgspec.Struct, frozen=True, kw_only=True):
     """State left by a stopped scheduler, so that repeated requests are not run again."""
 
-    lanes: dict[str, QueueState] = {}
-    """By model."""
+    lanes: dict[str, QueueState] = {}  # By model
     untouched: dict[str, CreateModel] = {}
     """Creation requests of models that received no request since."""
 
 
 def build_create_command(record: ModelRecord) -> CreateModelCommand:
     """The command that creates this model in workers."""
-    return CreateModelCommand(
-        model=record.model, lora=record.lora, optimizer_config=record.optimizer_config
-    )
+    return CreateModelCommand(**common_fields(record, CreateModelCommand))
 
 
 R = TypeVar("R")
@@ -165,8 +143,7 @@ LOG = logging.getLogger(__name__)
 _RUNNING = "running.json"
 _LEFT = "left.msgpack"
 _DIGEST = "digest"
-_DIGEST_MAGIC = b"XXH3"
-"""Prefix of a binary file, followed by 16 bytes of digest of the rest."""
+_DIGEST_MAGIC = b"XXH3"  # Prefix of a binary file, followed by 16 bytes of digest of the rest
 
 
 class StateStoreError(ValueError):
@@ -193,41 +170,33 @@ class StateStore:
         )
 
     def save_session(self, record: SessionRecord) -> None:
-        """Save a new or changed session."""
         self.sessions[record.session] = record
         self._write("sessions", record.session, record)
 
     def save_model(self, record: ModelRecord) -> None:
-        """Save a new or changed model."""
         self.models[record.model] = record
         self._write("models", record.model, record)
 
     def delete_session(self, session: str) -> None:
-        """Delete a session's record."""
         del self.sessions[session]
         remove(self._file("sessions", session))
 
     def delete_model(self, model: str) -> None:
-        """Delete a model's record."""
         del self.models[model]
         remove(self._file("models", model))
 
     def save_endpoints(self, endpoints: tuple[EndpointRecord, ...]) -> None:
-        """Save all inference servers in a file that only the owner can read, because it contains
-        keys."""
+        """Save all inference servers, in a file for this user alone, as it contains keys."""
         self.endpoints = endpoints
         write_secret(self._endpoints_file, json.dumps(msgspec.to_builtins(endpoints), indent=1))
 
     def begin(self, model: str) -> None:
-        """Record that the workers are about to change this model.
-
-        If this process dies before `end`, the outcome is unknown. The note survives the process but
-        is not fsynced: the workers' state does not survive the machine, either.
-        """
+        """Record that the workers are about to change this model. If this process dies before
+        `end`, the outcome is unknown. The note survives the process but is not fsynced: the
+        workers' state does not survive the machine, either."""
         (self._folder / _RUNNING).write_text(json.dumps({"model": model}))
 
     def end(self) -> None:
-        """The change is complete."""
         (self._folder / _RUNNING).unlink(missing_ok=True)
 
     def read_interrupted_change(self) -> str | None:
@@ -239,7 +208,6 @@ class StateStore:
         return content.get("model") if isinstance(content, dict) else None
 
     def write_shutdown_state(self, state: ShutdownState) -> None:
-        """Save the shutdown state for the next process."""
         with atomic_write(self._folder / _LEFT) as part:
             content = msgspec.msgpack.encode(state)
             part.write_bytes(_DIGEST_MAGIC + xxhash.xxh3_128_digest(content) + content)

@@ -1,7 +1,5 @@
-"""Checkpoint storage below `output_dir`, with a size limit.
-
-Temporary folders begin with a dot, which is not allowed in clients' names.
-"""
+"""Checkpoint storage below `output_dir`, with a size limit. Temporary folders begin with a dot,
+which is not allowed in clients' names."""
 
 import asyncio
 import os
@@ -11,12 +9,7 @@ import uuid
 from pathlib import Path
 
 from penstock.core.replace_folder import replace_folder
-from penstock.server.scheduler.checkpoint_names import (
-    CHECKPOINT,
-    MODEL,
-    CheckpointRef,
-    Subfolder,
-)
+from penstock.server.scheduler.checkpoint_names import CHECKPOINT, MODEL, CheckpointRef, Subfolder
 from penstock.server.scheduler.errors import RequestError
 
 SUBFOLDERS: tuple[Subfolder, ...] = ("weights", "sampler_weights")
@@ -44,16 +37,13 @@ class Storage:
         return folder
 
     def exists(self, ref: CheckpointRef) -> bool:
-        """Whether it exists."""
         return self.folder(ref).is_dir()
 
     def size(self, ref: CheckpointRef) -> int:
-        """Bytes of its files."""
         return folder_num_bytes(self.folder(ref))
 
     def check_space(self, needed: int, purpose: str) -> None:
-        """Raises RequestError if `needed` more bytes would exceed the limit or fill
-        the disk."""
+        """Raises RequestError if `needed` more bytes would exceed the limit or fill the disk."""
         used = folder_num_bytes(self.root)
         if used + needed > self.limit:
             raise RequestError(
@@ -84,8 +74,7 @@ class Storage:
             discard(old)
 
     def move_to_trash(self, ref: CheckpointRef) -> Path | None:
-        """Rename it to a temporary name; returns that, to be deleted, or None if it did not
-        exist."""
+        """Rename it; returns the new path, to be deleted, or None if it did not exist."""
         folder = self.folder(ref)
         if not folder.exists():
             return None
@@ -126,7 +115,6 @@ class TrashCollector:
         self._under_way: set[asyncio.Task[None]] = set()
 
     def discard(self, folders: list[Path]) -> None:
-        """Delete the folders in the background."""
         for folder in folders:
             task = asyncio.create_task(asyncio.to_thread(discard, folder))
             # asyncio itself refers to tasks only weakly.
@@ -140,8 +128,7 @@ class TrashCollector:
 
 
 def folder_num_bytes(folder: Path) -> int:
-    """Bytes of all files below a folder; symbolic links are not followed, and files deleted
-    meanwhile are not counted."""
+    """Bytes of all files below a folder, without those behind links or deleted meanwhile."""
     total = 0
     try:
         with os.scandir(folder) as entries:

@@ -3,16 +3,15 @@
 import logging
 import time
 from collections.abc import Collection
+from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 from msgspec import structs
 
 from penstock.server.protocol import requests, results
 from penstock.server.protocol import worker_commands as commands
-from penstock.server.protocol.codec import Message
 from penstock.server.protocol.results import Done
-from penstock.server.protocol.types import LoraConfig
+from penstock.server.protocol.types import LoraConfig, common_fields
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
 from penstock.server.scheduler.checkpoint_names import INITIAL, CheckpointRef, parse_checkpoint_path
 from penstock.server.scheduler.errors import RequestError, WorkersLostError
@@ -42,35 +41,24 @@ SYNCED = "weights_synced"
 LOG = logging.getLogger(__name__)
 
 
+@dataclass(frozen=True)
 class TrainingRequests:
     """Runs training requests."""
 
-    def __init__(
-        self,
-        settings: SchedulerSettings,
-        workers: WorkerClient,
-        store: StateStore,
-        sessions: Sessions,
-        models: Models,
-        checkpoints: CheckpointCatalog,
-        saver: CheckpointSaver,
-        allowed_hosts: Collection[str],
-    ) -> None:
-        """`allowed_hosts`: allowed inference servers."""
-        self._settings = settings
-        self._allowed_hosts = allowed_hosts
-        self._workers = workers
-        self._store = store
-        self._sessions = sessions
-        self._models = models
-        self._checkpoints = checkpoints
-        self._saver = saver
+    settings: SchedulerSettings
+    workers: WorkerClient
+    store: StateStore
+    sessions: Sessions
+    models: Models
+    checkpoints: CheckpointCatalog
+    saver: CheckpointSaver
+    allowed_hosts: Collection[str]  # Allowed inference servers
 
     async def run(
         self, operation: requests.TrainingOperation, owner: str, why: str
     ) -> results.Result:
         """Run a request. `why`: the reason for unloading a model. Raises RequestError."""
-        record = self._models.find_open(operation.model, owner)
+        record = self.models.find_open(operation.model, owner)
         record.last_request = time.time()
         match operation:
             case requests.ForwardBackward():
@@ -78,14 +66,14 @@ class TrainingRequests:
             case requests.OptimStep():
                 return await self._step(record, operation)
             case requests.ZeroGrad():
-                with self._models.modifying(record):
-                    await self._workers.run(operation, Done)
-                live = self._models.get_state(record)
+                with self.models.modifying(record):
+                    await self.workers.run(operation, Done)
+                live = self.models.get_state(record)
                 live.has_gradients = live.lost_gradients = False
                 return Done()
             case requests.SaveState():
-                self._models.check_not_corrupted(record)
-                ref = await self._saver.training(
+                self.models.check_not_corrupted(record)
+                ref = await self.saver.training(
                     record,
                     operation.name,
                     overwrite=operation.overwrite,
@@ -102,8 +90,8 @@ class TrainingRequests:
             case requests.UnloadModel():
                 if operation.save and self._is_unsaved(record):
                     await self.save(record)
-                await self._workers.run(commands.UnloadModelCommand(model=record.model), Done)
-                self._models.mark_unloaded(record, why)
+                await self.workers.run(commands.UnloadModelCommand(model=record.model), Done)
+                self.models.mark_unloaded(record, why)
                 return Done()
 
     def is_repeatable(self, operation: requests.ModelOperation) -> bool:
@@ -111,7 +99,7 @@ class TrainingRequests:
         it changed no unsaved state, or does not depend on the model's previous state."""
         if isinstance(operation, requests.CreateModel):
             return True
-        record = self._models.get(operation.model)
+        record = self.models.get(operation.model)
         if record is None or not record.is_open:
             return False
         return isinstance(operation, requests.LoadState) or not (
@@ -120,34 +108,32 @@ class TrainingRequests:
 
     def unsaved(self) -> list[ModelRecord]:
         """Loaded models with unsaved changes, most recently requested first."""
-        return [record for record in self._models.open() if self._is_unsaved(record)]
+        return [record for record in self.models.open() if self._is_unsaved(record)]
 
     async def save(self, record: ModelRecord) -> CheckpointRef:
         """Save it under a timestamp name. Raises RequestError."""
-        return await self._saver.training(record, None)
+        return await self.saver.training(record, None)
 
     async def create(self, operation: requests.CreateModel, owner: str) -> results.Result:
-        """Create a model. Raises RequestError."""
-        start = None if operation.path is None else self._checkpoints.read(operation.path, owner)
-        ready = self._workers.ready
+        start = None if operation.path is None else self.checkpoints.read(operation.path, owner)
+        ready = self.workers.ready
         if ready is None:
             raise WorkersLostError("the workers are not connected")
         now = time.time()
+        own = {
+            "base_model": ready.served.base_model,
+            "lora": self._lora(operation.lora, start, ready.served),
+        }
         record = ModelRecord(
-            model=operation.model,
-            session=operation.session,
             owner=owner,
-            base_model=ready.served.base_model,
-            lora=self._lora(operation.lora, start, ready.served),
-            optimizer_config=operation.optimizer_config,
-            user_metadata=operation.user_metadata,
             created=now,
             last_request=now,
+            **common_fields(operation, ModelRecord) | own,
         )
         if start is not None:
             self._check_fits(record, *start)
-        sizes = await self._workers.run(build_create_command(record), commands.CheckpointSizes)
-        previous = self._store.models.get(record.model)
+        sizes = await self.workers.run(build_create_command(record), commands.CheckpointSizes)
+        previous = self.store.models.get(record.model)
         if previous is not None:
             # Of an unloaded model of this name: its checkpoints stay, with their names.
             record.checkpoints = previous.checkpoints
@@ -155,9 +141,9 @@ class TrainingRequests:
             if start is not None:
                 record.start = await self._load(record, *start, optimizer=operation.optimizer)
                 record.step = start[1].step if operation.optimizer else 0
-            self._models.mark_loaded(record, ready.instance, sizes)
-            if not self._settings.skip_initial_checkpoint:
-                await self._saver.training(record, INITIAL, overwrite=True)
+            self.models.mark_loaded(record, ready.instance, sizes)
+            if not self.settings.skip_initial_checkpoint:
+                await self.saver.training(record, INITIAL, overwrite=True)
         except (RequestError, OSError) as error:
             await self._undo_create(record, previous, error)
             raise
@@ -166,15 +152,14 @@ class TrainingRequests:
     async def _undo_create(
         self, record: ModelRecord, previous: ModelRecord | None, error: Exception
     ) -> None:
-        """Undo a partial creation."""
-        if self._store.models.get(record.model) is record:
+        if self.store.models.get(record.model) is record:
             if previous is None and not record.checkpoints:
-                self._store.delete_model(record.model)
+                self.store.delete_model(record.model)
             else:
-                self._models.mark_unloaded(record, "it could not be created")
+                self.models.mark_unloaded(record, "it could not be created")
         if not isinstance(error, WorkersLostError):
             try:
-                await self._workers.run(commands.UnloadModelCommand(model=record.model), Done)
+                await self.workers.run(commands.UnloadModelCommand(model=record.model), Done)
             except RequestError as unload_error:
                 LOG.warning("model %s is not unloaded: %s", record.model, unload_error)
 
@@ -204,8 +189,7 @@ class TrainingRequests:
         """Raises RequestError if a model cannot load a checkpoint."""
         if ref.subfolder != "weights":
             raise RequestError(
-                "invalid",
-                f"{ref} is for sampling; training resumes from <model>/weights/<name>",
+                "invalid", f"{ref} is for sampling; training resumes from <model>/weights/<name>"
             )
         if checkpoint.base_model != record.base_model:
             raise RequestError(
@@ -222,16 +206,16 @@ class TrainingRequests:
     async def _pass(
         self, record: ModelRecord, operation: requests.ForwardBackward
     ) -> results.Result:
-        self._models.check_not_corrupted(record)
+        self.models.check_not_corrupted(record)
         lengths = [datum.tokens.shape[0] for datum in operation.data]
-        ready = self._workers.ready
-        rows = pack(lengths, self._settings, ready.replicas if ready else 1)
-        fields = _fields(operation, requests.ForwardBackward)
+        ready = self.workers.ready
+        rows = pack(lengths, self.settings, ready.replicas if ready else 1)
+        fields = common_fields(operation, commands.ForwardBackwardCommand)
         order = commands.ForwardBackwardCommand(rows=rows, **fields)
         if operation.forward_only:
             return await self._run_pass(order)
-        live = self._models.get_state(record)
-        with self._models.modifying(record):
+        live = self.models.get_state(record)
+        with self.models.modifying(record):
             passed = await self._run_pass(order)
             live.has_gradients, live.lost_gradients = True, False
         return passed
@@ -239,18 +223,18 @@ class TrainingRequests:
     async def _run_pass(
         self, order: commands.ForwardBackwardCommand
     ) -> results.ForwardBackwardResult:
-        passed = await self._workers.run(order, results.ForwardBackwardResult)
+        passed = await self.workers.run(order, results.ForwardBackwardResult)
         if len(passed.outputs) != len(order.data):
             raise RequestError("internal", "the workers returned outputs of other samples")
         return passed
 
     async def _step(self, record: ModelRecord, operation: requests.OptimStep) -> results.Result:
-        self._models.check_not_corrupted(record)
-        self._models.check_gradients(record)
-        live = self._models.get_state(record)
+        self.models.check_not_corrupted(record)
+        self.models.check_gradients(record)
+        live = self.models.get_state(record)
         try:
-            with self._models.modifying(record):
-                stepped = await self._workers.run(
+            with self.models.modifying(record):
+                stepped = await self.workers.run(
                     # The sync is a command of its own: its failure must not fail the step.
                     structs.replace(operation, sync=None),
                     results.OptimStepResult,
@@ -272,7 +256,7 @@ class TrainingRequests:
     ) -> dict[str, float]:
         """Whether the weights were synced. The step was taken either way, so a failed sync must not
         look like a failed step."""
-        if not list_endpoints(self._store, record.owner, operation.pools):
+        if not list_endpoints(self.store, record.owner, operation.pools):
             return {}
         try:
             await self._sync(record, operation)
@@ -291,8 +275,8 @@ class TrainingRequests:
         *,
         optimizer: bool,
     ) -> ResumePoint:
-        folder = str(self._checkpoints.folder(ref))
-        await self._workers.run(
+        folder = str(self.checkpoints.folder(ref))
+        await self.workers.run(
             commands.LoadCheckpointCommand(model=record.model, folder=folder, optimizer=optimizer),
             Done,
         )
@@ -301,26 +285,26 @@ class TrainingRequests:
     async def _load_state(
         self, record: ModelRecord, operation: requests.LoadState, owner: str
     ) -> results.Result:
-        ref, checkpoint = self._checkpoints.read(operation.path, owner)
+        ref, checkpoint = self.checkpoints.read(operation.path, owner)
         self._check_fits(record, ref, checkpoint)
-        with self._models.modifying(record):
+        with self.models.modifying(record):
             start = await self._load(record, ref, checkpoint, optimizer=operation.optimizer)
-        live = self._models.get_state(record)
+        live = self.models.get_state(record)
         live.has_gradients = live.lost_gradients = False
         live.step = checkpoint.step if operation.optimizer else 0
         record.corrupted = False
-        self._models.set_resume_point(record, start, step=live.step)
+        self.models.set_resume_point(record, start, step=live.step)
         return results.CreateModelResult(model=record.model)
 
     async def _save_sampler(
         self, record: ModelRecord, operation: requests.SaveSamplerWeights, owner: str
     ) -> results.Result:
-        self._models.check_not_corrupted(record)
+        self.models.check_not_corrupted(record)
         session = (
-            None if operation.session is None else self._sessions.find(operation.session, owner)
+            None if operation.session is None else self.sessions.find(operation.session, owner)
         )
         save = partial(
-            self._saver.sampler,
+            self.saver.sampler,
             record,
             operation.name,
             ttl_seconds=operation.ttl_seconds,
@@ -328,39 +312,34 @@ class TrainingRequests:
         )
         if session is None or operation.number is None:
             return results.SaveResult(model=record.model, name=(await save()).relative_name)
-        name = self._sessions.new_sampler_name(session, operation.number)
+        name = self.sessions.new_sampler_name(session, operation.number)
         ref = await save(only_for=None if operation.keep else name)
         sampler = SamplerRecord(base_model=record.base_model, path=str(ref))
-        self._sessions.add_sampler(session, operation.number, sampler)
+        self.sessions.add_sampler(session, operation.number, sampler)
         return results.SaveResult(model=record.model, name=ref.relative_name, sampler=name)
 
     async def _sync(self, record: ModelRecord, operation: requests.SyncWeights) -> results.Result:
-        self._models.check_not_corrupted(record)
-        sent = target_endpoints(self._store, record.owner, operation.pools, self._allowed_hosts)
+        self.models.check_not_corrupted(record)
+        sent = target_endpoints(self.store, record.owner, operation.pools, self.allowed_hosts)
         order = commands.WeightSyncCommand(
             endpoints=tuple(endpoint for endpoint, _ in sent),
             api_keys=tuple(key for _, key in sent),
-            **_fields(operation, requests.WeightSyncOptions),
+            **common_fields(operation, commands.WeightSyncCommand),
         )
         try:
-            return await self._workers.run(order, results.SyncWeightsResult)
+            return await self.workers.run(order, results.SyncWeightsResult)
         except WorkersLostError:
             resume_inference_servers(sent, operation.group_name)
             raise
 
     def _is_unsaved(self, record: ModelRecord) -> bool:
-        """A model that was restored and not changed since is already saved, under its own name."""
+        # A model that was restored and not changed since is already saved, under its own name.
         start = record.start
         if record.is_unsaved or start is None or not start.optimizer:
             return True
         is_own = parse_checkpoint_path(start.path).model == record.model
-        return not is_own or not self._checkpoints.exists(start)
+        return not is_own or not self.checkpoints.exists(start)
 
 
 def _rank(lora: LoraConfig | None) -> str:
     return "all weights" if lora is None else f"an adapter of rank {lora.rank}"
-
-
-def _fields(message: Message, kind: type[Message]) -> dict[str, Any]:
-    """The fields of a message that its base class `kind` has."""
-    return {name: getattr(message, name) for name in kind.__struct_fields__}

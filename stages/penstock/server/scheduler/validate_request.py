@@ -1,7 +1,5 @@
-"""Request validation before queueing.
-
-Uses only the request and the workers' limits; whether the model exists is checked elsewhere.
-"""
+"""Request validation before queueing. Uses only the request and the workers' limits; whether the
+model exists is checked elsewhere."""
 
 import math
 from collections.abc import Iterable, Sequence
@@ -34,8 +32,6 @@ from penstock.server.scheduler.sessions import check_metadata
 Numbers = npt.NDArray[Any]
 
 MAX_SEQUENCES = 1024
-"""Maximum sequences per sampling request."""
-
 MAX_TOPK = 1024
 MAX_TOPK_VALUES = 1 << 22
 """Maximum number of top-k logprobs over all positions of a request: 32 MiB. Several requests are
@@ -130,7 +126,7 @@ def _check_images(tokens: Numbers, images: Sequence[Image], served: ServedModel,
 
 
 def _check_finite(arrays: dict[str, Numbers], loc: str) -> None:
-    """Values of masked tokens (factor 0) need not be finite."""
+    # Values of masked tokens (factor 0) need not be finite.
     factors = [arrays[name] for name in FACTORS if name in arrays]
     for name, numbers in arrays.items():
         finite = np.isfinite(numbers.astype(np.float64, copy=False))
@@ -159,11 +155,8 @@ def _check_sample(operation: Sample, served: ServedModel) -> None:
         if not 0 <= (count := getattr(operation, name)) <= MAX_TOPK:
             raise _invalid(f"{name} is {count}; 0 to {MAX_TOPK} may be")
     free_tokens = served.max_context - len(tokens)
-    max_new_tokens = (
-        free_tokens
-        if operation.sampling.max_tokens is None
-        else min(free_tokens, operation.sampling.max_tokens)
-    )
+    limit = operation.sampling.max_tokens
+    max_new_tokens = free_tokens if limit is None else min(free_tokens, limit)
     num_topk_values = (
         len(tokens) * operation.topk_prompt_logprobs
         + operation.count * max_new_tokens * operation.topk_sample_logprobs
@@ -213,10 +206,9 @@ def _check_create(operation: CreateModel, served: ServedModel) -> None:
             f"the requested rank is {operation.lora.rank}; 1 to {served.max_rank} may be.\n"
             "  Request less, or raise lora_rank in the server's file."
         )
-    if operation.lora.alpha is not None and not (
-        math.isfinite(operation.lora.alpha) and operation.lora.alpha > 0
-    ):
-        raise _invalid(f"alpha is {operation.lora.alpha}; it is above 0")
+    alpha = operation.lora.alpha
+    if alpha is not None and not (math.isfinite(alpha) and alpha > 0):
+        raise _invalid(f"alpha is {alpha}; it is above 0")
 
 
 def _check_adam(adam: AdamParams) -> None:

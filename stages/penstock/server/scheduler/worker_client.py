@@ -27,17 +27,12 @@ from penstock.server.protocol.worker_commands import (
     WorkerHeartbeat,
     WorkerOperation,
 )
-from penstock.server.scheduler.errors import (
-    OperationTimeoutError,
-    RequestError,
-    WorkersLostError,
-)
+from penstock.server.scheduler.errors import OperationTimeoutError, RequestError, WorkersLostError
 from penstock.server.scheduler.settings import SchedulerSettings
 
 LOG = logging.getLogger(__name__)
 
-EXIT_SECONDS = 5.0
-"""Seconds for the workers to exit after a shutdown message."""
+EXIT_SECONDS = 5.0  # Seconds for the workers to exit after a shutdown message
 
 R = TypeVar("R", bound=Result)
 WorkersState = Literal["starting", "ready", "down", "failed"]
@@ -63,19 +58,14 @@ class WorkerClient:
         self._waiting: tuple[str, asyncio.Future[Reply]] | None = None
         self._heard = time.monotonic()
         self._disconnected = asyncio.Event()
-        self._exiting_instance = ""
-        """The exiting instance, whose loss has already been counted."""
-        self.ready: Ready | None = None
-        """The state of the connected workers, or None."""
-        self.last: Ready | None = None
-        """The last state of connected workers."""
+        self._exiting_instance = ""  # The exiting instance, whose loss has already been counted
+        self.ready: Ready | None = None  # The state of the connected workers, or None
+        self.last: Ready | None = None  # The last state of connected workers
         self.state: WorkersState = "starting"
         self.reason = ""
-        self.consecutive_losses = 0
-        """Losses since the last completed request."""
+        self.consecutive_losses = 0  # Losses since the last completed request
 
     async def receive_loop(self) -> None:
-        """Receive loop."""
         while True:
             try:
                 message = await self._channel.receive()
@@ -98,7 +88,7 @@ class WorkerClient:
                         self.mark_lost("other workers replaced them")
 
     async def send_loop(self) -> None:
-        """Send loop; only this task waits for a slow peer."""
+        # Only this task waits for a slow peer.
         while True:
             message = await self._outbox.get()
             try:
@@ -108,18 +98,21 @@ class WorkerClient:
                     self._fail(message.id, RequestError("invalid", str(error)))
 
     async def liveness_loop(self) -> None:
-        """Hello and liveness loop."""
+        timeout, given_up = self._settings.worker_connection_timeout, self._settings.given_up
+        silence = f"nothing was heard of them for {timeout:g} s"
         while True:
-            is_silent = time.monotonic() - self._heard > self._timeout
-            silence = f"nothing was heard of them for {self._timeout:g} s"
+            is_silent = time.monotonic() - self._heard > timeout
             if self.ready is not None:
                 if is_silent:
                     self._give_up(silence)
             else:
-                self._check_given_up()
+                if self.state != "failed" and given_up is not None and given_up.exists():
+                    self.state = "failed"
+                    self.reason = f"{self.reason or 'the workers ended'}; they are not restarted"
+                    self._changed()
                 # One at a time: all that are not sent yet would reach workers that connect late.
                 if self._outbox.empty():
-                    self._outbox.put_nowait(Hello(engine=self._name))
+                    self._outbox.put_nowait(Hello(instance=self._name))
                 if is_silent and self.state == "starting" and not self.reason:
                     self.reason = silence
                     self._changed()
@@ -140,10 +133,8 @@ class WorkerClient:
         return [self.served.base_model, *self._settings.base_names]
 
     async def run(self, order: WorkerOperation, kind: type[R]) -> R:
-        """Run a command and return its result, of this type. One at a time.
-
-        Raises RequestError, or WorkersLostError if the workers die.
-        """
+        """Run a command and return its result, of this type. One at a time. Raises RequestError, or
+        WorkersLostError if the workers die."""
         assert self._waiting is None
         if self.ready is None:
             raise WorkersLostError(self.reason or "the workers are not connected")
@@ -203,7 +194,6 @@ class WorkerClient:
         self._changed()
 
     def _drop_unsent(self) -> None:
-        """Drop unsent commands to the lost workers."""
         while not self._outbox.empty():
             self._outbox.get_nowait()
 
@@ -213,19 +203,8 @@ class WorkerClient:
             self.state, self.reason = "ready", ""
             self._changed()
 
-    @property
-    def _timeout(self) -> float:
-        return self._settings.worker_connection_timeout
-
-    def _check_given_up(self) -> None:
-        file = self._settings.given_up
-        if self.state != "failed" and file is not None and file.exists():
-            self.state = "failed"
-            self.reason = f"{self.reason or 'the workers ended'}; they are not restarted"
-            self._changed()
-
     def _give_up(self, why: str) -> None:
-        """The workers may be alive but hung: tell them to exit."""
+        # The workers may be alive but hung: tell them to exit.
         if self.ready is not None:
             self._exiting_instance = self.ready.instance
             self.mark_lost(why)

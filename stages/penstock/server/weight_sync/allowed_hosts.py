@@ -1,8 +1,5 @@
-"""Allowed hosts of weight sync. No torch.
-
-Host names are matched literally and not resolved, so that DNS does not decide
-where requests go.
-"""
+"""Allowed hosts of weight sync. No torch. Host names are matched literally and not resolved, so
+that DNS does not decide where requests go."""
 
 import ipaddress
 import socket
@@ -28,10 +25,10 @@ def why_not_allowed(endpoint: Endpoint, allowed: Collection[str]) -> str | None:
     host = endpoint.host.lower()
     if {host, endpoint.address.lower()} & {name.lower() for name in allowed}:
         return None
-    with suppress(ValueError):
-        address = ipaddress.ip_address(host)
-        if any(address in network for network in map(_network, allowed) if network):
-            return None
+    for name in allowed:
+        with suppress(ValueError):
+            if ipaddress.ip_address(host) in ipaddress.ip_network(name):
+                return None
     return (
         f"{host[:200]!r} is no host that is allowed ({', '.join(allowed) or 'none is'}).\n"
         "  The server's operator may add it, or its network, to sync_allowed_hosts."
@@ -40,8 +37,7 @@ def why_not_allowed(endpoint: Endpoint, allowed: Collection[str]) -> str | None:
 
 def require_allowed(endpoint: Endpoint, allowed: Collection[str]) -> None:
     """Raises SyncError for a host that is not allowed."""
-    fault = why_not_allowed(endpoint, allowed)
-    if fault is not None:
+    if fault := why_not_allowed(endpoint, allowed):
         raise refused(fault, endpoint)
 
 
@@ -65,10 +61,3 @@ def _own_address(endpoint: Endpoint) -> str:
             return str(asking.getsockname()[0])
     except OSError as error:
         raise refused(f"there is no way to it: {error}", endpoint) from error
-
-
-def _network(name: str) -> ipaddress.IPv4Network | ipaddress.IPv6Network | None:
-    try:
-        return ipaddress.ip_network(name)
-    except ValueError:
-        return None

@@ -17,10 +17,8 @@ from penstock_kernels.quant import FORMATS, quantize
 from penstock_kernels.quant.published_layouts import tile_scales
 
 SCALES = "_scale_inv"
-
 STRETCH = 4 << 20
-"""Bytes in fp32 of the rows that are quantized at a time; quantizing takes several times as much
-memory."""
+"""Bytes in fp32 of the rows quantized at a time, which takes several times as much memory."""
 
 SUPPORTED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
     "quant_method": ("fp8", "block_fp8"),
@@ -74,8 +72,7 @@ def scales_shape(shape: tuple[int, ...]) -> tuple[int, int]:
 
 
 def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """FP8 e4m3 values [N, K] and fp32 scales of each tile. Raises SyncError for non-finite
-    values."""
+    """FP8 e4m3 values [N, K] and fp32 scales of tiles. Raises SyncError for non-finite values."""
     storage = FORMATS["block_fp8"]
     rows, columns = weight_NK.shape
     codes = torch.empty(rows, columns, dtype=torch.float8_e4m3fn, device=weight_NK.device)
@@ -89,7 +86,6 @@ def tiles(name: str, weight_NK: torch.Tensor) -> tuple[torch.Tensor, torch.Tenso
             raise SyncError(
                 f"{name}: {error}.\n  The model has diverged; load an earlier checkpoint.",
                 step="update",
-                category="user",
                 code="not_finite",
             ) from error
         codes[first : first + step] = quantized.codes.view(torch.float8_e4m3fn)

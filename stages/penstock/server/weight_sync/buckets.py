@@ -12,8 +12,7 @@ import torch
 from penstock.engine.hf.state_dict import HFStateDict
 from penstock.server.weight_sync.block_fp8 import SCALES, scales_shape, tiles
 
-GATHER_BYTES = 64 << 20
-"""Bytes in fp32 of the tensors that are gathered at a time."""
+GATHER_BYTES = 64 << 20  # Bytes in fp32 of the tensors that are gathered at a time
 
 
 @dataclass(frozen=True)
@@ -26,7 +25,6 @@ class TensorSpec:
 
     @property
     def nbytes(self) -> int:
-        """Bytes to send."""
         return torch.Size(self.shape).numel() * self.dtype.itemsize
 
 
@@ -35,8 +33,7 @@ class BucketPlan:
     """The buckets of a model."""
 
     weights: HFStateDict
-    dtype: torch.dtype
-    """The dtype of all tensors that are neither kept exact nor quantized."""
+    dtype: torch.dtype  # The dtype of all tensors that are neither kept exact nor quantized
     quantized: Mapping[str, tuple[int, ...]] = field(default_factory=dict[str, tuple[int, ...]])
     """Shapes of the weights sent in FP8."""
 
@@ -51,8 +48,7 @@ class BucketPlan:
         return [TensorSpec(name, shape, self.weights.dtypes.get(name, self.dtype))]
 
     def buckets(self, max_bytes: int) -> list[list[str]]:
-        """All weights in model order, in buckets of at most `max_bytes` bytes, or of one larger
-        weight."""
+        """All weights in model order, in buckets of `max_bytes`, or of one larger weight."""
         buckets: list[list[str]] = []
         free_bytes = 0
         for name in self.weights.shapes:

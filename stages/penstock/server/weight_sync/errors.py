@@ -3,7 +3,7 @@
 from typing import Literal
 
 from penstock.core.errors import PenstockError
-from penstock.server.protocol.codec import Category, Code
+from penstock.server.protocol.codec import Code, error_category
 from penstock.server.protocol.types import Endpoint
 
 Step = Literal["settings", "health", "group", "pause", "flush", "update", "destroy", "continue"]
@@ -20,17 +20,16 @@ class SyncError(PenstockError):
         *,
         step: Step,
         endpoint: Endpoint | None = None,
-        category: Category = "server",
         code: Code = "unavailable",
     ) -> None:
         """`endpoint` None: not specific to one endpoint."""
         address = f"{endpoint.address} " if endpoint else ""
         super().__init__(f"weights were not sent: {address}at the step {step!r}: {fault}")
         self.fault, self.step, self.endpoint = fault, step, endpoint
-        self.category: Category = category
         self.code: Code = code
+        self.category = error_category(code)
 
 
 def refused(fault: str, endpoint: Endpoint | None = None) -> SyncError:
     """An error that the client can fix."""
-    return SyncError(fault, step="settings", endpoint=endpoint, category="user", code="invalid")
+    return SyncError(fault, step="settings", endpoint=endpoint, code="invalid")

@@ -7,12 +7,13 @@ servers resume, the process group is destroyed, and training continues. A server
 of an update then has mixed weights of two steps until the next sync.
 """
 
-import functools
+import itertools
 import logging
 import time
 from collections.abc import Callable, Collection, Sequence
 from concurrent.futures import FIRST_EXCEPTION, Future, wait
 from dataclasses import dataclass
+from functools import partial
 from http.client import HTTPException
 from typing import Any
 
@@ -23,11 +24,7 @@ from penstock.engine.distributed.full_tensors import FullTensorGather
 from penstock.engine.distributed.param_shards import LocalParam
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.hf.base_model import BaseModelWeights
-from penstock.engine.hf.live_state_dict import (
-    RankTrimmedTensors,
-    language_in_files,
-    live_weights,
-)
+from penstock.engine.hf.live_state_dict import RankTrimmedTensors, language_in_files, live_weights
 from penstock.engine.hf.state_dict import Tensors
 from penstock.engine.model_source import LoraArgs
 from penstock.engine.quantization.select_layers import Formats
@@ -56,18 +53,15 @@ MIB = 1 << 20
 class RankModelView:
     """One rank's view of a model."""
 
-    params: Sequence[LocalParam]
-    """Every parameter, including frozen ones."""
+    params: Sequence[LocalParam]  # Every parameter, including frozen ones
     names: WeightMap
     roles: Roles
     dtype: torch.dtype = torch.bfloat16
     """The dtype to send in; tensors that a checkpoint keeps exact are not cast."""
-    adapting: LoraArgs | None = None
-    """None without adapters."""
+    adapting: LoraArgs | None = None  # None without adapters
     rank: int | None = None
     """The LoRA rank of the adapter, if its storage is padded to a larger rank."""
-    formats: Formats | None = None
-    """Formats of the base model's quantized weights."""
+    formats: Formats | None = None  # Formats of the base model's quantized weights
     multimodal: BaseModelWeights | None = None
     """The base of a multimodal model, whose language model is sent; None for a text model."""
 
@@ -81,10 +75,8 @@ def sync_weights(
     limits: Limits | None = None,
 ) -> SyncWeightsResult | None:
     """Send the model, with merged adapters, to all endpoints of the command. Collective; rank 0
-    returns the result, whose `num_parameters` counts tensors.
-
-    Sends requests only to hosts in `allowed`. Raises SyncError, only on rank 0.
-    """
+    returns the result, whose `num_parameters` counts tensors. Sends requests only to hosts in
+    `allowed`. Raises SyncError, only on rank 0."""
     tensors = FullTensorGather(model_view.params, ranks)
     if not ranks.is_main_process:
         tensors.serve()
@@ -137,28 +129,29 @@ class _WeightSync:
         self._size = 1 + sum(endpoint.world_size for endpoint in command.endpoints)
 
     def run(self) -> SyncWeightsResult:
-        """Run the sync. Raises SyncError."""
         started = time.monotonic()
         limits = self._limits
+
+        def check(server: InferenceServer) -> None:
+            server.require_alive(limits.health)
+            server.require_size(limits.health)
+
         # Up to three routes of health and two of parallelism, one after another.
-        self._call_all(self._check_server, step="health", seconds=limits.health * 6)
+        self._call_all(check, "health", limits.health * 6)
         group = self._create_group()
         try:
             self._join(group)
-            self._post_to_all(
-                "/pause_generation",
-                {"mode": self._order.pause_mode},
-                step="pause",
-                seconds=limits.pause,
-                tries=limits.pauses,
-            )
+            mode = {"mode": self._order.pause_mode}
+            self._post("/pause_generation", mode, "pause", limits.pause, tries=limits.pauses)
             flushed = not self._order.flush_cache or self._flush()
             buckets = self._bucket_plan.buckets(self._order.buffer_size_mb * MIB)
             for number, names in enumerate(buckets):
                 last = number == len(buckets) - 1
                 self._update(group, names, flush=last and not flushed, ends=last)
-            self._destroy_group(group)
-            self._post_to_all("/continue_generation", {}, step="continue", seconds=limits.pause)
+            name = {"group_name": self._order.group_name}
+            path = "/destroy_weights_update_group"
+            self._post(path, name, "destroy", limits.pause, own_part=group.close)
+            self._post("/continue_generation", {}, "continue", limits.pause)
         except BaseException:
             self._recover(group)
             raise
@@ -176,25 +169,13 @@ class _WeightSync:
             endpoints=self._order.endpoints,
         )
 
-    def _check_server(self, server: InferenceServer) -> None:
-        server.require_alive(self._limits.health)
-        server.require_size(self._limits.health)
-
     def _flush(self) -> bool:
-        """Flush the servers' KV caches; False if a server has no such route and is to flush with
-        the last bucket.
-
-        Done separately, because a server that cannot flush during an update would exit. The servers
-        are paused, so flushing first is safe, and an error has then changed nothing.
-        """
+        """Flush KV caches; False if a server has no such route: it flushes with the last bucket."""
+        # Apart from the update, because a server that cannot flush during it would exit. The
+        # servers are paused, so flushing first is safe, and an error has then changed nothing.
+        limits = self._limits
         try:
-            self._post_to_all(
-                "/flush_cache",
-                {},
-                step="flush",
-                seconds=self._limits.pause,
-                tries=self._limits.flushes,
-            )
+            self._post("/flush_cache", {}, "flush", limits.pause, tries=limits.flushes)
         except SyncError as error:
             if is_absent(error.__cause__):
                 return False
@@ -227,22 +208,23 @@ class _WeightSync:
             ) from error
 
     def _join(self, group: ExternalProcessGroup) -> None:
-        calls: list[Future[None]] = []
-        first = 1
-        for server in self._servers:
+        seconds = self._limits.group
+        sizes = [server.endpoint.world_size for server in self._servers]
+        # The trainer is rank 0 of the group.
+        offsets = dict(zip(self._servers, itertools.accumulate(sizes, initial=1), strict=False))
+
+        def join(server: InferenceServer) -> None:
             body = {
                 "master_address": self._address,
                 "master_port": group.port,
-                "rank_offset": first,
+                "rank_offset": offsets[server],
                 "world_size": self._size,
                 "group_name": self._order.group_name,
                 "backend": group.backend,
             }
-            calls.append(
-                self._post(server, "/init_weights_update_group", body, "group", self._limits.group)
-            )
-            first += server.endpoint.world_size
-        self._await(calls, run_in_background(group.join), step="group", seconds=self._limits.group)
+            server.post("/init_weights_update_group", body, step="group", seconds=seconds)
+
+        self._call_all(join, "group", seconds, group.join)
 
     def _update(
         self, group: ExternalProcessGroup, names: Sequence[str], *, flush: bool, ends: bool
@@ -260,32 +242,17 @@ class _WeightSync:
         if ends and command.weight_version is not None:
             # A server with a partial update does not have that version yet.
             body["weight_version"] = command.weight_version
-        calls = [
-            self._post(
-                server, "/update_weights_from_distributed", body, "update", self._limits.update
-            )
-            for server in self._servers
-        ]
-        going = run_in_background(lambda: group.broadcast(tensors))
-        self._await(calls, going, step="update", seconds=self._limits.update)
-
-    def _destroy_group(self, group: ExternalProcessGroup) -> None:
-        body = {"group_name": self._order.group_name}
-        calls = [
-            self._post(server, "/destroy_weights_update_group", body, "destroy", self._limits.pause)
-            for server in self._servers
-        ]
-        self._await(
-            calls, run_in_background(group.close), step="destroy", seconds=self._limits.pause
-        )
+        send, path = partial(group.broadcast, tensors), "/update_weights_from_distributed"
+        self._post(path, body, "update", self._limits.update, own_part=send)
 
     def _recover(self, group: ExternalProcessGroup) -> None:
         """Leave the process group, and tell every reachable server to leave it and resume
         generation; in the background for servers that do not respond soon."""
         # First, so that a broadcast that is under way ends, here and at the servers.
         group.abort()
+        late = self._limits.late
         calls = [
-            self._post(server, path, body, step, self._limits.late)
+            run_in_background(partial(server.post, path, body, step=step, seconds=late))
             for server in self._servers
             for step, path, body in recovery_requests(self._order.group_name)
         ]
@@ -294,39 +261,38 @@ class _WeightSync:
         wait(calls, timeout=self._limits.recovery)
         for call in calls:
             if not call.done() or call.exception():
-                LOG.warning("after a failed sync: %s", _describe_error(call))
-
-    def _post_to_all(
-        self, path: str, body: dict[str, Any], *, step: Step, seconds: float, tries: int = 1
-    ) -> None:
-        self._call_all(
-            lambda server: server.post(path, body, step=step, seconds=seconds, tries=tries),
-            step=step,
-            seconds=seconds * tries,
-        )
-
-    def _call_all(
-        self, ask: Callable[[InferenceServer], None], *, step: Step, seconds: float
-    ) -> None:
-        calls = [run_in_background(functools.partial(ask, server)) for server in self._servers]
-        self._await(calls, None, step=step, seconds=seconds)
+                fault = call.exception() if call.done() else "a server has not answered yet"
+                LOG.warning("after a failed sync: %s", fault)
 
     def _post(
-        self, server: InferenceServer, path: str, body: dict[str, Any], step: Step, seconds: float
-    ) -> Future[None]:
-        return run_in_background(lambda: server.post(path, body, step=step, seconds=seconds))
-
-    def _await(
         self,
-        calls: Sequence[Future[None]],
-        sending: Future[None] | None,
-        *,
+        path: str,
+        body: dict[str, Any],
         step: Step,
         seconds: float,
+        *,
+        tries: int = 1,
+        own_part: Callable[[], None] | None = None,
+    ) -> None:
+        """Send one request to all servers; `own_part` is our part, as in `_call_all`."""
+
+        def post(server: InferenceServer) -> None:
+            server.post(path, body, step=step, seconds=seconds, tries=tries)
+
+        self._call_all(post, step, seconds * tries, own_part)
+
+    def _call_all(
+        self,
+        ask: Callable[[InferenceServer], None],
+        step: Step,
+        seconds: float,
+        own_part: Callable[[], None] | None = None,
     ) -> None:
         """Wait for the servers, in order, and for our own part, until one fails. A server's own
         error takes precedence over errors here or at other servers."""
-        everything = [*calls, *([sending] if sending else [])]
+        calls = [run_in_background(partial(ask, server)) for server in self._servers]
+        sending = run_in_background(own_part) if own_part else None
+        everything = [*calls, sending] if sending else calls
         done, _ = wait(
             everything, timeout=seconds + self._limits.report, return_when=FIRST_EXCEPTION
         )
@@ -337,10 +303,8 @@ class _WeightSync:
         early = _errors([call for call in calls if call in done])
         timed_out = any(map(_is_late, faults))
         # Blame a dead server first, then the first one to fail; later failures are consequences.
-        blamed = [
-            *filter(_is_unreachable, faults),
-            *(error for error in early if not _is_late(error)),
-        ]
+        dead = [error for error in faults if isinstance(error.__cause__, OSError | HTTPException)]
+        blamed = [error for error in (*dead, *early) if not _is_late(error)]
         if blamed or (faults and not timed_out):
             raise (blamed or faults)[0]
         if broke and not timed_out:
@@ -384,15 +348,5 @@ def _errors(calls: Sequence[Future[None]]) -> list[BaseException]:
     return [fault for call in calls if call.done() and (fault := call.exception())]
 
 
-def _is_unreachable(fault: BaseException) -> bool:
-    """Whether a server is unreachable."""
-    return isinstance(fault.__cause__, OSError | HTTPException) and not _is_late(fault)
-
-
 def _is_late(fault: BaseException | None) -> bool:
-    """Whether a server timed out."""
     return fault is not None and isinstance(fault.__cause__, TimeoutError)
-
-
-def _describe_error(call: Future[None]) -> str:
-    return str(call.exception()) if call.done() else "a server has not answered yet"

@@ -1,7 +1,5 @@
-"""SGLang HTTP client for weight updates. No torch.
-
-Requests go to the endpoint's own host and port, without redirects or proxies, and have timeouts.
-"""
+"""SGLang HTTP client for weight updates. No torch. Requests go to the endpoint's own host and port,
+without redirects or proxies, and have timeouts."""
 
 import http.client
 import json
@@ -28,11 +26,7 @@ PARALLELISM_ROUTES = ("/server_info", "/get_server_info")
 """Routes that report the parallelism; the second one is its older name."""
 
 MAX_RESPONSE_BYTES = 4 << 20
-"""Maximum bytes of a response."""
-MAX_MESSAGE = 500
-"""Maximum characters of a response in the log. Clients never see it, because the endpoint may be a
-server that reveals something to us alone."""
-
+MAX_MESSAGE = 500  # Maximum characters of a response in the log
 NO_RESPONSE = (OSError, http.client.HTTPException, UnicodeError)
 """Errors of a request without response; the last one is for an invalid host name."""
 
@@ -45,24 +39,16 @@ class Limits:
     """Timeouts in seconds, and tries."""
 
     health: float = 5.0
-    group: float = 120.0
-    """For all ranks to join the group."""
+    group: float = 120.0  # For all ranks to join the group
     pause: float = 60.0
-    pauses: int = 3
-    """Tries of pausing."""
-    flushes: int = 10
-    """Tries of flushing: aborted requests may not have ended yet."""
-    update: float = 300.0
-    """For one bucket."""
+    pauses: int = 3  # Tries of pausing
+    flushes: int = 10  # Tries of flushing: aborted requests may not have ended yet
+    update: float = 300.0  # For one bucket
     tensor: float = 60.0
-    """For one tensor over gloo, which cannot be interrupted: other ranks may wait this long after
-    an error."""
-    report: float = 2.0
-    """For a server to report why a connection broke, or to join a group late."""
-    recovery: float = 10.0
-    """For servers to resume before an error is raised; they may take longer."""
-    late: float = 120.0
-    """For the response to a resume request."""
+    """Over gloo, which cannot be interrupted: other ranks may wait this long after an error."""
+    report: float = 2.0  # For a server to report why a connection broke, or to join a group late
+    recovery: float = 10.0  # For servers to resume before an error is raised; they may take longer
+    late: float = 120.0  # For the response to a resume request
 
 
 class HttpStatusError(Exception):
@@ -106,12 +92,10 @@ class EngineParallelism:
 
 @dataclass(frozen=True)
 class InferenceServer:
-    """An endpoint of weight sync. Methods raise SyncError, which names the endpoint and the
-    step."""
+    """An endpoint of weight sync. Methods raise SyncError, which names endpoint and step."""
 
     endpoint: Endpoint
-    key: Secret | None = None
-    """The server's API key."""
+    key: Secret | None = None  # The server's API key
 
     def require_alive(self, seconds: float) -> None:
         """Raises SyncError unless it is healthy."""
@@ -121,8 +105,8 @@ class InferenceServer:
                 self._request("GET", path, None, seconds)
             except (*NO_RESPONSE, HttpStatusError) as error:
                 errors.append(f"{path}: {_describe_error(error)}")
-                continue
-            return
+            else:
+                return
         fault = f"it does not answer ({'; '.join(errors)})"
         raise SyncError(fault, step="health", endpoint=self.endpoint)
 
@@ -134,11 +118,9 @@ class InferenceServer:
             raise refused(fault, self.endpoint)
 
     def sizes(self, seconds: float) -> EngineParallelism | None:
-        """The reported parallelism; None if it reports none or does not respond.
-
-        Raises SyncError if it requires a key and none is set. A key that is rejected here may be
-        valid for weight updates: a server may have two keys.
-        """
+        """The reported parallelism; None if it reports none or does not respond. Raises SyncError
+        if it requires a key and none is set. A key that is rejected here may be valid for weight
+        updates: a server may have two keys."""
         for path in PARALLELISM_ROUTES:
             try:
                 parallelism = _parse_parallelism(self._request("GET", path, None, seconds))
@@ -185,27 +167,26 @@ class InferenceServer:
                 body_bytes = answer.read(MAX_RESPONSE_BYTES)
         finally:
             connection.close()
-        read = _parse_json(body_bytes)
+        try:
+            parsed = json.loads(body_bytes)
+        except (ValueError, RecursionError):
+            parsed = None
+        fields = parsed if isinstance(parsed, dict) else {}
         if answer.status != HTTPStatus.OK:
-            self._log(path, body_bytes, read)
-            raise HttpStatusError(answer.status, f"HTTP {answer.status}")
-        if isinstance(read, dict) and read.get("success") is False:
-            self._log(path, body_bytes, read)
-            raise HttpStatusError(
-                answer.status, "it says that it has failed; the server's log has why"
-            )
-        return read
-
-    def _log(self, path: str, body_bytes: bytes, read: Any) -> None:
-        """Log a response for the server's operator."""
-        message = read.get("message") if isinstance(read, dict) else None
+            fault = f"HTTP {answer.status}"
+        elif fields.get("success") is False:
+            fault = "it says that it has failed; the server's log has why"
+        else:
+            return parsed
+        message = fields.get("message")
         text = message if isinstance(message, str) else body_bytes.decode(errors="replace")
         if self.key:
             text = text.replace(self.key.text, "...")
+        # Clients never see it, as the endpoint may be a server that reveals something to us alone.
         LOG.warning("%s%s: %r", self.endpoint.address, path, text[:MAX_MESSAGE])
+        raise HttpStatusError(answer.status, fault)
 
     def _to_sync_error(self, step: Step, path: str, error: Exception) -> SyncError:
-        """The error for a failed request."""
         fault = f"{path}: {_describe_error(error)}"
         if not isinstance(error, HttpStatusError) or error.status not in UNAUTHORIZED:
             return SyncError(fault, step=step, endpoint=self.endpoint)
@@ -214,7 +195,6 @@ class InferenceServer:
             " admin's.",
             step=step,
             endpoint=self.endpoint,
-            category="user",
             code="invalid",
         )
 
@@ -248,15 +228,8 @@ def is_absent(error: BaseException | None) -> bool:
     return isinstance(error, HttpStatusError) and error.status in ABSENT
 
 
-def _parse_json(body_bytes: bytes) -> Any:
-    try:
-        return json.loads(body_bytes)
-    except (ValueError, RecursionError):
-        return None
-
-
 def _parse_parallelism(read: Any) -> EngineParallelism | None:
-    """Read only these fields: the response contains the server's own keys."""
+    # Read only these fields: the response contains the server's own keys.
     if not isinstance(read, dict):
         return None
     sizes = [read.get(name, 1) for name in ("tp_size", "pp_size", "dp_size")]

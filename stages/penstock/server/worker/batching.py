@@ -1,7 +1,5 @@
-"""Micro-batches from packed client samples.
-
-T tokens of a micro-batch, including padding; K targets per token, in passes with several.
-"""
+"""Micro-batches from packed client samples. T tokens of a micro-batch, including padding; K targets
+per token, in passes with several."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
@@ -30,30 +28,32 @@ class BatchDispatcher:
 
     run: RunConfig
     num_replicas: int
-    replica: int
-    """The replica of this rank."""
+    replica: int  # The replica of this rank
     pin_memory: bool = False
 
     def build_micro_batches(
         self, samples: Sequence[Sample], rows: Sequence[Sequence[int]]
     ) -> list[LossBatch]:
         """This replica's micro-batches, one per row; every replica has the same number, padded with
-        empty ones.
-
-        Raises CommandError unless the rows contain every sample exactly once.
-        """
+        empty ones. Raises CommandError unless the rows contain every sample exactly once."""
         if sorted(number for row in rows for number in row) != list(range(len(samples))):
             raise CommandError("internal", f"rows do not hold each of {len(samples)} samples once")
         own_rows = [list(row) for row in rows[self.replica :: self.num_replicas]]
         own_rows += [[] for _ in range(self._count(len(rows)) - len(own_rows))]
+        train = self.run.train
+        pad_to: PadTo = "own"
+        if train.pipeline_parallel_size > 1:
+            # Pipeline stages exchange micro-batches of one length.
+            variable = train.pp_variable_seq_lengths
+            pad_to = "longest" if variable else self.run.data.row_length
         offsets = [0, *accumulate(len(sample.tokens) for sample in samples)]
         collated = collate(
             [
                 [_row(number, [samples[index] for index in row])] if row else []
                 for number, row in enumerate(own_rows)
             ],
-            pad_to_multiple_of=micro_batch_padding(self.run.data, self.run.train),
-            pad_to=self._pad_to(),
+            pad_to_multiple_of=micro_batch_padding(self.run.data, train),
+            pad_to=pad_to,
         )
         collated = collated.pin_memory() if self.pin_memory else collated
         num_targets = max((sample.num_targets for sample in samples), default=1)
@@ -68,8 +68,7 @@ class BatchDispatcher:
         ]
 
     def _count(self, num_rows: int) -> int:
-        """Micro-batches per replica: the largest number of rows of a replica, or the pipeline's
-        minimum."""
+        """Micro-batches per replica: its largest number of rows, or the pipeline's minimum."""
         train, count = self.run.train, max(1, -(-num_rows // self.num_replicas))
         if train.pipeline_parallel_size > 1:
             while not schedule_accepts(
@@ -77,14 +76,6 @@ class BatchDispatcher:
             ):
                 count += 1
         return count
-
-    def _pad_to(self) -> PadTo:
-        """Pipeline stages exchange micro-batches of one length."""
-        if self.run.train.pipeline_parallel_size == 1:
-            return "own"
-        if self.run.train.pp_variable_seq_lengths:
-            return "longest"
-        return self.run.data.row_length
 
 
 def _row(number: int, samples: Sequence[Sample]) -> Row:
@@ -133,8 +124,7 @@ def _build_loss_batch(
 def _concatenate(
     parts: Sequence[npt.NDArray[Any]], size: int, num_targets: int, fill: np.generic
 ) -> torch.Tensor:
-    """Per-token inputs of samples, [T], or per-target, [T, K], concatenated; `fill` where there is
-    none."""
+    """Inputs of samples, [T] or [T, K], concatenated; `fill` where there is none."""
     whole_TK = np.full((size, num_targets), fill)
     row = 0
     for part in parts:

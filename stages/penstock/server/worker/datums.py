@@ -1,7 +1,5 @@
-"""Client samples as loss inputs, and the outputs returned for each.
-
-T tokens of a sample; K targets of each, if there are several.
-"""
+"""Client samples as loss inputs, and the outputs returned for each. T tokens of a sample; K targets
+of each, if there are several."""
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -35,14 +33,10 @@ Numbers = npt.NDArray[np.float32]
 class Sample:
     """A validated client sample."""
 
-    tokens: npt.NDArray[np.int32]
-    """[T]."""
-    targets: npt.NDArray[np.int32]
-    """[T] or [T, K]; IGNORED where there is none."""
-    loss_inputs: Mapping[str, Numbers]
-    """Loss inputs by field name, in the shape of the targets."""
-    images: tuple[RowImage, ...] = ()
-    """In the order of their tokens."""
+    tokens: npt.NDArray[np.int32]  # [T]
+    targets: npt.NDArray[np.int32]  # [T] or [T, K]; IGNORED where there is none
+    loss_inputs: Mapping[str, Numbers]  # Loss inputs by field name, in the shape of the targets
+    images: tuple[RowImage, ...] = ()  # In the order of their tokens
 
     @property
     def num_targets(self) -> int:
@@ -57,8 +51,7 @@ class Sample:
 
 
 def build_client_loss(command: ForwardBackwardCommand) -> PolicyLoss:
-    """The loss with default parameters filled in. Raises CommandError for an unknown parameter or
-    an invalid value."""
+    """The loss, with default parameters. Raises CommandError for invalid parameters."""
     if fault := params_fault(command.loss, command.params):
         raise CommandError("invalid", f"{fault}.\n  Leave it out.")
     params = {**PARAMS[command.loss], **command.params}

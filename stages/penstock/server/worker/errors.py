@@ -1,12 +1,6 @@
 """Worker errors and their error codes."""
 
-from penstock.core.errors import (
-    ArtifactError,
-    CapabilityError,
-    ConfigError,
-    PenstockError,
-    StageError,
-)
+from penstock.core.errors import ArtifactError, CapabilityError, ConfigError, PenstockError
 from penstock.engine.generation import generator
 from penstock.engine.multi_lora.model_pool import UnknownModelError
 from penstock.engine.multi_lora.optim_step import NotFiniteError
@@ -22,23 +16,13 @@ class CommandError(PenstockError):
         self.code: Code = code
 
 
-CODES: tuple[tuple[type[PenstockError], Code], ...] = (
-    (UnknownModelError, "not_found"),
-    (NotFiniteError, "not_finite"),
-    (generator.NotFiniteError, "not_finite"),
-    (ConfigError, "invalid"),
-    (CapabilityError, "invalid"),
-    (ArtifactError, "invalid"),
-    (StageError, "internal"),
-)
-"""The first match applies."""
-
-
 def error_code(error: PenstockError) -> Code:
     """The error code of an exception."""
     if isinstance(error, CommandError | SyncError):
         return error.code
-    for kind, code in CODES:
-        if isinstance(error, kind):
-            return code
-    return "internal"
+    if isinstance(error, UnknownModelError):
+        return "not_found"
+    if isinstance(error, NotFiniteError | generator.NotFiniteError):
+        return "not_finite"
+    is_invalid = isinstance(error, ConfigError | CapabilityError | ArtifactError)
+    return "invalid" if is_invalid else "internal"

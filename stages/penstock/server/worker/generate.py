@@ -40,15 +40,13 @@ from penstock.server.worker.datums import build_image
 LOG = logging.getLogger(__name__)
 
 MAX_CACHED_ADAPTERS = 4
-"""Maximum number of cached adapters."""
 
 
 @dataclass(frozen=True)
 class LoadedAdapter:
     """A loaded adapter."""
 
-    weights: Sequence[torch.Tensor]
-    """This rank's shards of the base model's trainable tensors."""
+    weights: Sequence[torch.Tensor]  # This rank's shards of the base model's trainable tensors
     scale: float
 
 
@@ -58,19 +56,15 @@ class GenerationHandler:
 
     models: ModelPool
     decode: Decode
-    stop_token_ids: tuple[int, ...] = ()
-    """End-of-sequence tokens."""
+    stop_token_ids: tuple[int, ...] = ()  # End-of-sequence tokens
     cached_adapters: OrderedDict[tuple[str, int], LoadedAdapter] = field(
         default_factory=OrderedDict[tuple[str, int], LoadedAdapter]
     )
     """LRU cache by folder and modification time."""
 
     def generate(self, command: GenerateCommand) -> GenerateResult:
-        """Generate completions for all prompts of a command.
-
-        Raises ArtifactError for a folder without weights to sample from, ConfigError for an invalid
-        prompt.
-        """
+        """Generate completions for all prompts of a command. Raises ArtifactError for a folder
+        without weights to sample from, ConfigError for an invalid prompt."""
         prompts = list(map(self._prompt, command.samples))
         self._activate_weights(Path(command.adapter) if command.adapter else None)
         outputs = self.models.substrate.built.generator.generate(prompts, self.decode)
@@ -106,11 +100,9 @@ class GenerationHandler:
             models.load_adapter(loaded.weights, loaded.scale)
 
     def _find_adapter(self, folder: Path) -> tuple[int, LoadedAdapter | None]:
-        """The modification time of the folder, and its adapter; None: a full model.
-
-        Raises ArtifactError on all ranks alike: the folder may be deleted concurrently, which only
-        some ranks see.
-        """
+        """The modification time of the folder, and its adapter; None: a full model. Raises
+        ArtifactError on all ranks alike: the folder may be deleted concurrently, which only some
+        ranks see."""
         substrate, loaded, time, fault = self.models.substrate, None, 0, ""
         try:
             metadata, time = sampler_in(folder), folder.stat().st_mtime_ns

@@ -43,17 +43,12 @@ class CommandHandlers:
     losses: PolicyForwardBackward
     dispatcher: BatchDispatcher
     sampling: GenerationHandler
-    init_checkpoint: Path | None = None
-    """A checkpoint from which every new model is initialized."""
+    init_checkpoint: Path | None = None  # A checkpoint from which every new model is initialized
 
-    allowed_hosts: tuple[str, ...] = LOOPBACK
-    """Allowed hosts of weight sync."""
+    allowed_hosts: tuple[str, ...] = LOOPBACK  # Allowed hosts of weight sync
 
     def do(self, command: commands.WorkerOperation) -> commands.Result:
-        """Run a command. Collective.
-
-        Raises PenstockError if it fails; nothing has then changed, except as the error says.
-        """
+        """Run a command. Collective. Raises PenstockError; only what that says has then changed."""
         try:
             return self._run(command) or Done()
         finally:
@@ -177,7 +172,7 @@ class CommandHandlers:
         )
 
     def _sync_weights(self, command: commands.WeightSyncCommand) -> SyncWeightsResult | None:
-        """Only rank 0 has a result."""
+        # Only rank 0 has a result.
         resident = self.models.activate(command.model)
         substrate, adapter = self.models.substrate, resident.adapter
         live = RankModelView(

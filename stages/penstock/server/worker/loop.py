@@ -30,8 +30,7 @@ from penstock.server.protocol.worker_commands import (
 )
 from penstock.server.worker.errors import error_code
 
-IDLE_SECONDS = 5.0
-"""Interval of rank 0's idle broadcasts, so that other ranks do not time out."""
+IDLE_SECONDS = 5.0  # Interval of rank 0's idle broadcasts, so that other ranks do not time out
 
 log = logging.getLogger("penstock.server.worker")
 
@@ -40,32 +39,18 @@ class UnrecoverableError(RuntimeError):
     """An unexpected error: the ranks must be restarted."""
 
 
-@dataclass
-class CurrentCommand:
-    """The current command, for status queries."""
-
-    id: str = ""
-
-
 class ChannelEnd(Protocol):
-    """Rank 0's end of the channel."""
+    """Rank 0's end of the channel (`ThreadedEnd`)."""
 
-    def receive(self, timeout: float | None = None) -> ToWorkers | None:
-        """The next message; None on timeout. Raises PeerLostError once per loss of the
-        scheduler."""
-        ...
+    def receive(self, timeout: float | None = None) -> ToWorkers | None: ...
 
-    def send(self, message: FromWorkers) -> None:
-        """Send the message. Raises FrameError for one that is too large."""
-        ...
+    def send(self, message: FromWorkers) -> None: ...
 
 
 class CommandHandler(Protocol):
-    """Runs commands on this rank, as `CommandHandlers` does."""
+    """Runs commands on this rank, as `CommandHandlers` does. Raises PenstockError."""
 
-    def do(self, command: WorkerOperation, /) -> Result:
-        """Raises PenstockError if the command fails."""
-        ...
+    def do(self, command: WorkerOperation, /) -> Result: ...
 
 
 _FAILURES = Codec[CommandFailure](CommandFailure)
@@ -77,14 +62,10 @@ def serve(
     broadcast: ControlBroadcast,
     end: ChannelEnd | None = None,
     ready: Callable[[], Ready] | None = None,
-    running: CurrentCommand | None = None,
 ) -> None:
-    """Run commands until the scheduler sends Shutdown. Only rank 0 has `end`, `ready` and
-    `running`.
-
-    Raises UnrecoverableError once the ranks' state may differ; the error has been sent to the
-    scheduler.
-    """
+    """Run commands until the scheduler sends Shutdown. Only rank 0 has `end` and `ready`. Raises
+    UnrecoverableError once the ranks' state may differ; the error has been sent to the
+    scheduler."""
     while True:
         message = _receive(end, ready) if end and ready else None
         frame = broadcast.broadcast(_encode_without_keys(message))
@@ -94,11 +75,12 @@ def serve(
         if isinstance(message, Shutdown):
             return
         assert isinstance(message, Command)
-        running = running or CurrentCommand()
-        running.id = message.id
         outcome = run_command(message, handlers, broadcast)
-        running.id = ""
-        _reply(end, outcome.reply)
+        if end is not None:
+            try:
+                end.send(outcome.reply)
+            except FrameError as error:
+                end.send(_to_failure(message, str(error), "invalid"))
         if outcome.unrecoverable:
             raise UnrecoverableError(outcome.unrecoverable)
 
@@ -108,8 +90,7 @@ class Outcome:
     """The outcome of a command, the same on all ranks except for rank 0's result."""
 
     reply: Reply | CommandFailure
-    unrecoverable: str = ""
-    """Why the ranks cannot continue; empty: they can."""
+    unrecoverable: str = ""  # Why the ranks cannot continue; empty: they can
 
 
 def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBroadcast) -> Outcome:
@@ -164,12 +145,3 @@ def _encode_without_keys(message: ToWorkers | None) -> bytes:
     if isinstance(message, Command) and isinstance(message.operation, WeightSyncCommand):
         message = replace(message, operation=replace(message.operation, api_keys=()))
     return _COMMANDS.encode(message)
-
-
-def _reply(end: ChannelEnd | None, reply: Reply | CommandFailure) -> None:
-    if end is None:
-        return
-    try:
-        end.send(reply)
-    except FrameError as error:
-        end.send(CommandFailure(id=reply.id, error=str(error), category="user", code="invalid"))

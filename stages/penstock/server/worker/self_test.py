@@ -1,5 +1,4 @@
-"""Self test: a forward-backward pass, an optimizer step and another pass, before any client
-connects."""
+"""Self test: a pass, an optimizer step and another pass, before any client connects."""
 
 import math
 
@@ -18,8 +17,7 @@ from penstock.server.protocol.worker_commands import (
 from penstock.server.worker.handlers import CommandHandlers
 
 NAME = "self-test"
-TOKENS = 64
-"""Tokens per sample."""
+TOKENS = 64  # Tokens per sample
 
 
 def self_test(handlers: CommandHandlers) -> None:
@@ -31,8 +29,7 @@ def self_test(handlers: CommandHandlers) -> None:
     drawn = np.random.default_rng(0).integers(0, vocabulary, (dispatcher.num_replicas, count + 1))
     data = tuple(
         Datum(
-            tokens=Array.of(ids[:-1], "int32"),
-            inputs={"target_tokens": Array.of(ids[1:], "int64")},
+            tokens=Array.of(ids[:-1], "int32"), inputs={"target_tokens": Array.of(ids[1:], "int64")}
         )
         for ids in drawn
     )
@@ -41,19 +38,14 @@ def self_test(handlers: CommandHandlers) -> None:
         data=data,
         rows=tuple((number,) for number in range(len(data))),
         loss="cross_entropy",
-        params={},
-        forward_only=False,
         loss_reduction="token",
     )
     opened = handlers.do(CreateModelCommand(model=NAME, lora=None))
     assert isinstance(opened, CheckpointSizes)
     try:
-        results = [
-            handlers.do(rows),
-            handlers.do(OptimStep(model=NAME, adam=AdamParams())),
-        ]
         # Only a pass after the step shows whether the step left finite weights.
-        results.append(handlers.do(rows))
+        step = OptimStep(model=NAME, adam=AdamParams())
+        results = [handlers.do(command) for command in (rows, step, rows)]
     finally:
         handlers.do(UnloadModelCommand(model=NAME))
     for result in results:

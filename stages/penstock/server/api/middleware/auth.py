@@ -6,11 +6,8 @@ from collections.abc import Mapping, Sequence
 
 from penstock.server.api.errors import ApiError
 
-NOBODY = "local"
-"""The owner of everything if no keys are required."""
-
-LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")
-"""Host names of this machine for itself."""
+NOBODY = "local"  # The owner of everything if no keys are required
+LOOPBACK = ("127.0.0.1", "localhost", "[::1]", "::1")  # Host names of this machine for itself
 
 
 def owner_of_key(key: str) -> str:
@@ -25,15 +22,23 @@ class ApiKeys:
         self._digests = {hashlib.sha256(key.encode()).digest(): owner_of_key(key) for key in keys}
 
     def owner(self, headers: Mapping[str, str]) -> str:
-        """The owner of a request, from `X-API-Key` or `Authorization: Bearer`.
-
-        Raises ApiError (401) for an unknown key; and, if no keys are required, 421 for the host
-        name of another machine, which prevents DNS rebinding from a browser.
-        """
+        """The owner of a request, from `X-API-Key` or `Authorization: Bearer`. Raises ApiError
+        (401) for an unknown key; and, if no keys are required, 421 for the host name of another
+        machine, which prevents DNS rebinding from a browser."""
         if not self._digests:
-            self._require_loopback_host(headers.get("host", ""))
+            host = headers.get("host", "")
+            name = host if host.endswith("]") else host.rsplit(":", 1)[0]
+            if name.lower() not in LOOPBACK:
+                raise ApiError(
+                    "this server requires no keys and can only be reached as localhost; give it"
+                    " keys to reach it under another name",
+                    status=421,
+                )
             return NOBODY
-        key = headers.get("x-api-key") or _bearer(headers.get("authorization", ""))
+        key = headers.get("x-api-key")
+        if not key:
+            scheme, _, token = headers.get("authorization", "").partition(" ")
+            key = token.strip() if scheme.lower() == "bearer" else ""
         digest = hashlib.sha256(key.encode()).digest()
         matching_owner = ""
         # Compare with all keys in constant time, so that timing reveals nothing.
@@ -47,18 +52,3 @@ class ApiKeys:
                 status=401,
             )
         return matching_owner
-
-    @staticmethod
-    def _require_loopback_host(host: str) -> None:
-        name = host if host.endswith("]") else host.rsplit(":", 1)[0]
-        if name.lower() not in LOOPBACK:
-            raise ApiError(
-                "this server requires no keys and can only be reached as localhost; give it keys to"
-                " reach it under another name",
-                status=421,
-            )
-
-
-def _bearer(header: str) -> str:
-    scheme, _, token = header.partition(" ")
-    return token.strip() if scheme.lower() == "bearer" else ""

@@ -21,26 +21,19 @@ from penstock.server.api.errors import ApiError
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
-
-MAX_SMALL_BYTES = 1 << 20
-"""Maximum bytes of a body without samples, compressed and decompressed."""
+MAX_SMALL_BYTES = 1 << 20  # Maximum bytes of a body without samples, compressed and decompressed
 MAX_SMALL_VALUES = 20_000
-"""Maximum number of commas, colons and brackets in a small JSON body: some milliseconds of
-decoding."""
+"""Maximum commas, colons and brackets in a small JSON body: some milliseconds of decoding."""
 MAX_KEYS = 64
 """Maximum number of keys per object, except for loss inputs: each unknown key becomes a validation
 error, which takes more time and memory than the key."""
-SMALL_WINDOW = 1 << 23
-"""Maximum window size in bytes for decompressing a small body."""
-
+SMALL_WINDOW = 1 << 23  # Maximum window size in bytes for decompressing a small body
 UNCOUNTED_BYTES = 1 << 16
 """The first bytes of each body that are always accepted, so that heartbeats succeed when there is
 no memory for large bodies."""
 
-BODY_SECONDS = 20.0
-"""Seconds for a body to arrive, plus its length divided by MIN_RATE."""
-MIN_RATE = 64 << 10
-"""Minimum average upload rate in bytes per second."""
+BODY_SECONDS = 20.0  # Seconds for a body to arrive, plus its length divided by MIN_RATE
+MIN_RATE = 64 << 10  # Minimum average upload rate in bytes per second
 
 
 # Without `eq` it is hashed by identity: two bodies of an owner may have equal fields.
@@ -49,19 +42,15 @@ class BodyLease:
     """The memory of one body."""
 
     owner: str
-    count: int = 0
-    """Bytes counted so far."""
-    deadline: asyncio.Timeout | None = None
-    """The timeout while the body is being received."""
+    count: int = 0  # Bytes counted so far
+    deadline: asyncio.Timeout | None = None  # The timeout while the body is being received
     is_evicted: bool = False
 
 
 @dataclass
 class BodyMemory:
-    """The memory of all bodies, shared fairly between owners.
-
-    At the limit, the owner with the most memory loses a body that is still being received.
-    """
+    """The memory of all bodies, shared fairly between owners. At the limit, the owner with the most
+    memory loses a body that is still being received."""
 
     max_bytes: int
     max_owner_bytes: int
@@ -70,7 +59,6 @@ class BodyMemory:
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of all bodies."""
         return self._by_owner.total()
 
     def take(self, held: BodyLease, count: int) -> None:
@@ -90,7 +78,6 @@ class BodyMemory:
         self._by_owner[held.owner] += count
 
     def release(self, held: BodyLease) -> None:
-        """Release a body's memory."""
         self._held.pop(held, None)
         self._by_owner[held.owner] -= held.count
         if not self._by_owner[held.owner]:
@@ -121,8 +108,7 @@ class BoundedRequest(Request):
         self._bodies = body_memory
         self._memory: BodyLease | None = None
         self._read: bytes | None = None
-        self.parsed: Any = None
-        """The decoded body; set by routes with samples."""
+        self.parsed: Any = None  # The decoded body; set by routes with samples
 
     @property
     def kind(self) -> str:
@@ -140,11 +126,9 @@ class BoundedRequest(Request):
         return encoding
 
     async def body(self) -> bytes:
-        """Read a small body and decompress it.
-
-        Raises ApiError: 408 for a timeout, 413 for a body that is too large, 415 for an unsupported
-        content type or encoding, 429 if there is no memory for it, 400 for invalid compressed data.
-        """
+        """Read a small body and decompress it. Raises ApiError: 408 for a timeout, 413 for a body
+        that is too large, 415 for an unsupported content type or encoding, 429 if there is no
+        memory for it, 400 for invalid compressed data."""
         if self._read is None:
             limit = min(self.max_bytes, MAX_SMALL_BYTES)
             packed = b"".join(await self.parts(limit))
@@ -194,7 +178,6 @@ class BoundedRequest(Request):
         return parts
 
     def release(self) -> None:
-        """Release the body's memory."""
         if self._memory is not None:
             self._bodies.release(self._memory)
             self._memory = None
@@ -221,10 +204,8 @@ class BoundedRequest(Request):
 
 
 def decompressed(packed: bytes, encoding: str, limit: int, window: int) -> bytes:
-    """Decompress a body to at most `limit` bytes, with a window of at most `window` bytes.
-
-    Raises ApiError: 413 for a body that is too large, 400 for invalid zstd data.
-    """
+    """Decompress a body to at most `limit` bytes, with a window of at most `window` bytes. Raises
+    ApiError: 413 for a body that is too large, 400 for invalid zstd data."""
     if encoding == "identity":
         return packed
     try:
@@ -273,6 +254,4 @@ def body_too_large(limit: int) -> ApiError:
 
 
 def _out_of_memory_error() -> ApiError:
-    return ApiError(
-        "the server holds as many large bodies as it may; come again", code="busy", retry_after=1.0
-    )
+    return ApiError("the server holds as many large bodies as it may; come again", code="busy")

@@ -13,8 +13,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 URGENT = ("/api/v1/session_heartbeat", "/health", "/api/v1/health", "/api/v1/healthz")
 """Liveness paths, which bypass the queue."""
 
-AT_ONCE = 4
-"""Requests that start or are answered per event loop iteration."""
+AT_ONCE = 4  # Requests that start or are answered per event loop iteration
 
 
 class ConcurrencyLimit:
@@ -25,7 +24,6 @@ class ConcurrencyLimit:
         self._given = 0
 
     async def take(self) -> None:
-        """Wait for a slot."""
         loop = asyncio.get_running_loop()
         if not self._given:
             loop.call_soon(self._give)
@@ -57,7 +55,6 @@ class ConcurrencyLimitMiddleware:
         self._concurrency = concurrency
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Serve one request."""
         if scope["type"] == "http" and scope["path"] not in URGENT:
             await self._concurrency.take()
         await self._app(scope, receive, send)

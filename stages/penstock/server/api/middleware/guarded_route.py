@@ -1,7 +1,5 @@
-"""Guarded routes: API key, rate limit, body limit and metrics before each route.
-
-This is not done in FastAPI dependencies, because those run after the body has been read and parsed.
-"""
+"""Guarded routes: API key, rate limit, body limit and metrics before each route. This is not done
+in FastAPI dependencies, because those run after the body has been read and parsed."""
 
 import time
 from collections.abc import Callable, Coroutine, Iterator
@@ -32,7 +30,6 @@ class OpenRoute(APIRoute):
     """A route without authentication."""
 
     def get_route_handler(self) -> Callable[[Request], Coroutine[Any, Any, Response]]:
-        """Wrap the framework's handler."""
         serve = super().get_route_handler()
 
         async def guarded(request: Request) -> Response:

@@ -1,30 +1,25 @@
-"""Rate limit: requests per minute and owner. The number of pending requests is limited by
-futures."""
+"""Rate limit: requests per minute and owner. Pending requests are limited by `futures`."""
 
 import time
-from collections.abc import Callable
 
 from penstock.server.api.errors import ApiError
 
-MAX_OWNERS = 10_000
-"""Maximum number of buckets; full ones are dropped first."""
+MAX_OWNERS = 10_000  # Maximum number of buckets; full ones are dropped first
 
 
 class RateLimit:
     """Token buckets, one per owner, refilled per minute."""
 
-    def __init__(self, per_minute: int, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, per_minute: int) -> None:
         """`per_minute` 0 disables the limit."""
         self._per_minute = per_minute
-        self._clock = clock
         self._buckets: dict[str, tuple[float, float]] = {}
 
     def take(self, owner: str) -> None:
-        """Count one request. Raises ApiError (429) with the seconds until the next one is
-        allowed."""
+        """Count a request. Raises ApiError (429) with the seconds until the next is allowed."""
         if not self._per_minute:
             return
-        now = self._clock()
+        now = time.monotonic()
         # Removed and inserted again, so that the first bucket is the least recently used one.
         tokens, then = self._buckets.pop(owner, (float(self._per_minute), now))
         tokens = min(self._per_minute, tokens + (now - then) * self._per_minute / 60)

@@ -55,7 +55,17 @@ async def retrieve_future(body: RetrieveBody, request: Request, context: Context
     """The result of a future, or after some seconds that it is still pending."""
     future = context.service.futures.find(body.request_id, context.owner)
     if not future.response.done():
-        await _wait_for_completion(future, context)
+        # A task, as asyncio.wait takes no coroutines (Python 3.11). Unlike wait_for it leaves a
+        # future that has not ended as it is, for the next poll.
+        shutting_down = asyncio.create_task(context.service.shutting_down.wait())
+        try:
+            await asyncio.wait(
+                {future.response, shutting_down},
+                timeout=context.service.settings.poll_seconds,
+                return_when=asyncio.FIRST_COMPLETED,
+            )
+        finally:
+            shutting_down.cancel()
         # Many polls end at once when a batch is done: they queue for their answers, too.
         await context.service.concurrency.take()
     if not future.response.done():
@@ -73,21 +83,6 @@ async def retrieve_future(body: RetrieveBody, request: Request, context: Context
 async def cancel_future(body: CancelBody, context: Context) -> None:
     """Cancel a future that has not started; its outcome is retrieved like that of every future."""
     await context.service.futures.cancel(body.request_id, context.owner)
-
-
-async def _wait_for_completion(future: FutureRecord, context: RequestContext) -> None:
-    """Wait until it is done, at most for the duration of a poll."""
-    # A task, as asyncio.wait takes no coroutines (Python 3.11). Unlike wait_for it leaves a future
-    # that has not ended as it is, for the next poll.
-    shutting_down = asyncio.create_task(context.service.shutting_down.wait())
-    try:
-        await asyncio.wait(
-            {future.response, shutting_down},
-            timeout=context.service.settings.poll_seconds,
-            return_when=asyncio.FIRST_COMPLETED,
-        )
-    finally:
-        shutting_down.cancel()
 
 
 async def _encode_result(

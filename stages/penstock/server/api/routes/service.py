@@ -18,8 +18,7 @@ from penstock.server.api.wire.decode_params import (
 )
 from penstock.server.protocol import requests, results
 
-MAX_MODELS = 1000
-"""Maximum number of models in `session_info`; the newest are listed."""
+MAX_MODELS = 1000  # Maximum number of models in `session_info`; the newest are listed
 
 router = guarded_router("service")
 public_router = APIRouter(route_class=OpenRoute, tags=["health"])
@@ -124,10 +123,7 @@ async def create_session(
     context.service.heartbeats.begin(context.owner, result.session)
     if body.base_model is not None or body.lora_config is not None:
         model = requests.CreateModel(
-            session=result.session,
-            model=result.session,
-            base_model=body.base_model,
-            lora=lora,
+            session=result.session, model=result.session, base_model=body.base_model, lora=lora
         )
         await context.call(model, results.CreateModelResult, by_workers=True)
     return responses.CreateSessionResponse(

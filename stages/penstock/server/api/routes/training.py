@@ -22,17 +22,23 @@ from penstock.server.protocol import requests, results
 router = guarded_router("training")
 
 
+def _name_in_session(body: bodies.CreateModelBody | bodies.LoadBody) -> str | None:
+    """The name of a new model of a session and a number (SDK); None: it has neither."""
+    if (body.session_id is None) != (body.model_seq_id is None):
+        raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
+    if body.session_id is None or body.model_seq_id is None:
+        return None
+    return model_name(body.session_id, body.model_seq_id)
+
+
 @router.post("/api/v1/create_model")
 async def create_model(body: bodies.CreateModelBody, context: Context) -> responses.FutureResponse:
     """Create a model for training."""
-    if (body.session_id is None) != (body.model_seq_id is None):
-        raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
-    if body.session_id is not None and body.model_seq_id is not None:
-        if body.model_id is not None:
-            raise ApiError("a model of a session and a number has its name from them: no model_id")
-        session, model = body.session_id, model_name(body.session_id, body.model_seq_id)
-    else:
-        session = model = body.model_id or "default"
+    model = _name_in_session(body)
+    if model is not None and body.model_id is not None:
+        raise ApiError("a model of a session and a number has its name from them: no model_id")
+    model = model or body.model_id or "default"
+    session = body.session_id or model
     operation = requests.CreateModel(
         session=session,
         model=model,
@@ -52,9 +58,8 @@ async def create_model(body: bodies.CreateModelBody, context: Context) -> respon
 async def load_weights(body: bodies.LoadBody, context: Context) -> responses.FutureResponse:
     """Load a checkpoint: into an existing model, or into a new one of a session."""
     path = read_path(body.path)
-    if body.session_id is None or body.model_seq_id is None:
-        if body.session_id is not None or body.model_seq_id is not None:
-            raise ApiError("send session_id and model_seq_id, both, or model_id instead of them")
+    model = _name_in_session(body)
+    if body.session_id is None or model is None:
         if body.base_model or body.user_metadata or body.optimizer_config:
             raise ApiError(
                 "base_model, user_metadata and optimizer_config are of a new model; send"
@@ -66,7 +71,6 @@ async def load_weights(body: bodies.LoadBody, context: Context) -> responses.Fut
         return await context.submit("load_weights", operation, seq=body.seq_id, path=body.path)
     if body.model_id is not None or body.seq_id is not None:
         raise ApiError("a new model has neither model_id nor seq_id yet")
-    model = model_name(body.session_id, body.model_seq_id)
     operation = requests.CreateModel(
         session=body.session_id,
         model=model,

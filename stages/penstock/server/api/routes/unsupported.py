@@ -12,7 +12,6 @@ NO_DOWNLOADS = "checkpoints are folders under the server's output_dir; copy them
 NO_SLEEP = "the workers keep their memory while they live; unload models to free it"
 NO_POLLS = "futures are waited for one by one, with retrieve_future"
 NO_TRACES = "sessions are neither traced nor searched here; training_runs lists what was trained"
-
 _ONE = "/api/v1/training_runs/{model_id}/checkpoints/{checkpoint:path}"
 ABSENT = {
     "/api/v1/auth/token": ("POST", NO_ACCOUNTS),
@@ -38,14 +37,12 @@ ABSENT = {
 router = guarded_router("not offered")
 
 
-def _refuse_with(why: str) -> None:
+def _refuse(path: str, methods: str, why: str) -> None:
     async def absent(request: Request) -> None:
         raise ApiError(f"{request.url.path[:200]} is not offered here: {why}", code="not_found")
 
-    for path, (methods, reason) in ABSENT.items():
-        if reason == why:
-            router.add_api_route(path, absent, methods=methods.split(), include_in_schema=False)
+    router.add_api_route(path, absent, methods=methods.split(), include_in_schema=False)
 
 
-for _why in {reason for _, reason in ABSENT.values()}:
-    _refuse_with(_why)
+for _path, _methods_and_reason in ABSENT.items():
+    _refuse(_path, *_methods_and_reason)

@@ -104,18 +104,12 @@ async def _sync(context: RequestContext, body: bodies.SyncBody) -> responses.Syn
     quantization = parse_quantization(body.quantization)
     if quantization is None:
         quantization = context.service.quantization.get(context.owner)
-    operation = requests.SyncWeights(
-        model=body.model_id or "default",
-        master_address=body.master_address,
-        master_port=body.master_port,
-        group_name=body.group_name,
-        buffer_size_mb=body.buffer_size_mb,
-        flush_cache=flush,
-        pause_mode=body.pause_mode,
-        weight_version=body.weight_version,
-        quantization=quantization,
-        pools=tuple(body.pools or ()),
-    )
+    fields = types.common_fields(body, requests.SyncWeights) | {
+        "flush_cache": flush,
+        "quantization": quantization,
+        "pools": tuple(body.pools or ()),
+    }
+    operation = requests.SyncWeights(model=body.model_id or "default", **fields)
     done = await context.call(operation, results.SyncWeightsResult, by_workers=True)
     return responses.SyncedResponse(
         success=True,

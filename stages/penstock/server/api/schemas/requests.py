@@ -77,8 +77,7 @@ _IMAGE_CHUNK = {
 }
 _CHUNKS = {"type": "array", "items": {"anyOf": [_TEXT_CHUNK, _IMAGE_CHUNK]}}
 Tensors = Annotated[
-    dict[str, Any],
-    WithJsonSchema({"type": "object", "additionalProperties": _TENSOR}),
+    dict[str, Any], WithJsonSchema({"type": "object", "additionalProperties": _TENSOR})
 ]
 Input = Annotated[
     dict[str, Any],
@@ -218,20 +217,23 @@ class SamplesBody(Body):
     routed_expert_logits: None = None
 
 
-class ForwardBody(Body):
-    """Forward pass."""
+class DropBody(Body):
+    """Drop the accumulated gradients."""
 
     model_id: ModelName = "default"
     seq_id: Seq | None = None
+
+
+class ForwardBody(DropBody):
+    """Forward pass."""
+
     forward_input: SamplesBody
     type: Literal["forward"] = "forward"
 
 
-class ForwardBackwardBody(Body):
+class ForwardBackwardBody(DropBody):
     """Forward and backward pass."""
 
-    model_id: ModelName = "default"
-    seq_id: Seq | None = None
     forward_backward_input: SamplesBody
     type: Literal["forward_backward"] = "forward_backward"
 
@@ -247,22 +249,13 @@ class AdamBody(Body):
     grad_clip_norm: Annotated[float, Field(ge=0, le=1e30)] = 0.0
 
 
-class StepBody(Body):
+class StepBody(DropBody):
     """Optimizer step; parameters that are not set default to those of the model (xorl)."""
 
-    model_id: ModelName = "default"
-    seq_id: Seq | None = None
     adam_params: AdamBody | None = None
     learning_rate: Rate | None = None
     gradient_clip: Annotated[float, Field(ge=0, le=1e30)] | None = None
     type: Literal["optim_step"] = "optim_step"
-
-
-class DropBody(Body):
-    """Drop the accumulated gradients."""
-
-    model_id: ModelName = "default"
-    seq_id: Seq | None = None
 
 
 class SaveBody(Body):
@@ -360,17 +353,16 @@ class AsampleBody(Body):
     type: Literal["sample"] = "sample"
 
 
-class RetrieveBody(Body):
-    """Poll a future. With `allow_metadata_only` (SDK), a pending one returns HTTP 408."""
-
-    request_id: Text
-    allow_metadata_only: bool | None = None
-
-
 class CancelBody(Body):
     """Cancel a future."""
 
     request_id: Text
+
+
+class RetrieveBody(CancelBody):
+    """Poll a future. With `allow_metadata_only` (SDK), a pending one returns HTTP 408."""
+
+    allow_metadata_only: bool | None = None
 
 
 class CheckpointsBody(Body):
@@ -379,10 +371,9 @@ class CheckpointsBody(Body):
     model_id: ModelName = "default"
 
 
-class DeleteCheckpointBody(Body):
+class DeleteCheckpointBody(CheckpointsBody):
     """Delete a checkpoint (xorl)."""
 
-    model_id: ModelName = "default"
     checkpoint_id: Text
 
 
@@ -399,11 +390,16 @@ class TtlBody(Body):
     ttl_seconds: Ttl | None
 
 
-class EndpointBody(Body):
-    """Register an inference server; with `sync_weights`, also sync the model `default` to it."""
+class RemoveEndpointBody(Body):
+    """Unregister an inference server."""
 
     host: Host
     port: Annotated[int, Field(ge=1, le=65535)]
+
+
+class EndpointBody(RemoveEndpointBody):
+    """Register an inference server; with `sync_weights`, also sync the model `default` to it."""
+
     worker_port: Port | None = None
     world_size: Annotated[int, Field(ge=1, le=65536)] = 1
     """Default: as reported by the server."""
@@ -416,13 +412,6 @@ class EndpointBody(Body):
     master_port: Port = 0
     group_name: Text = "weight_sync_group"
     buffer_size_mb: Megabytes = 1024
-
-
-class RemoveEndpointBody(Body):
-    """Unregister an inference server."""
-
-    host: Host
-    port: Annotated[int, Field(ge=1, le=65535)]
 
 
 class SyncBody(Body):

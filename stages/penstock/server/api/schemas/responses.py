@@ -156,11 +156,16 @@ class SessionInfoResponse(ResponseModel):
     current_training_adapter: str | None = None
 
 
-class KillSessionResponse(ResponseModel):
-    """The unloaded model and its last checkpoint."""
+class RemovedResponse(ResponseModel):
+    """Confirms the removal of an inference server."""
 
     success: bool
     message: str
+
+
+class KillSessionResponse(RemovedResponse):
+    """The unloaded model and its last checkpoint."""
+
     checkpoint_path: str | None = None
 
 
@@ -270,21 +275,12 @@ class Endpoint(ResponseModel):
     pool: str = "default"
 
 
-class EndpointResponse(ResponseModel):
+class EndpointResponse(RemovedResponse):
     """The registered inference server, and whether weights were sent to it."""
 
-    success: bool
-    message: str
     endpoint: Endpoint | None = None
     weights_synced: bool = False
     sync_message: str | None = None
-
-
-class RemovedResponse(ResponseModel):
-    """Confirms the removal of an inference server."""
-
-    success: bool
-    message: str
 
 
 class EndpointsResponse(ResponseModel):
@@ -303,11 +299,9 @@ class EndpointSynced(ResponseModel):
     message: str = ""
 
 
-class SyncedResponse(ResponseModel):
+class SyncedResponse(RemovedResponse):
     """Result of a weight sync."""
 
-    success: bool
-    message: str
     transfer_time: float
     total_bytes: int
     num_parameters: int

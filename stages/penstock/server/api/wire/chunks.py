@@ -3,10 +3,10 @@ that its model's processor writes for it."""
 
 import binascii
 from base64 import b64decode
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from hashlib import sha256
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import numpy.typing as npt
@@ -24,19 +24,13 @@ from penstock.server.api.wire.tensors import (
 )
 from penstock.server.protocol.images import Image
 
-MAX_IMAGES = 512
-"""Maximum number of distinct images of a request."""
+MAX_IMAGES = 512  # Maximum number of distinct images of a request
 MAX_IMAGE_BYTES = 128 << 20
-"""Maximum bytes of the tensors of all distinct images of a request. A small file may have many
-pixels."""
-MAX_BASE64 = 180 << 20
-"""Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64."""
-
+"""Of the tensors of all distinct images of a request: a small file may have many pixels."""
+MAX_BASE64 = 180 << 20  # Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64
 TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}
-
-ONLY_TEXT = "text alone is trained on here"
-"""Why a model that takes no images refuses a chunk."""
+ONLY_TEXT = "text alone is trained on here"  # Why a model that takes no images refuses a chunk
 
 WHY_NOT = {
     "image_asset_pointer": "send the image itself, as a chunk of type 'image'",
@@ -44,6 +38,10 @@ WHY_NOT = {
 }
 """Why chunks of other kinds are refused."""
 
+EncodedImage = tuple[bytes, str, int | None]
+"""The file of an image chunk, its format, and the number of tokens that the client expects."""
+
+C = TypeVar("C")
 Tokens = npt.NDArray[np.int64]
 
 
@@ -65,8 +63,7 @@ class ImageExpander(Protocol):
     def expand(
         self, content: bytes, format: str, digest: bytes, *, several: bool = False
     ) -> ExpandedImage:
-        """Process a file, whose format is `png` or `jpeg`, of a sample with `several` images or
-        one. Raises BadMedia."""
+        """Process a `png` or `jpeg` of a sample with `several` images or one. Raises BadMedia."""
         ...
 
 
@@ -82,10 +79,8 @@ class ModelInput(NamedTuple):
 class ChunkDecoder:
     """Decodes the model inputs of one request, and keeps its images."""
 
-    expander: ImageExpander | None
-    """None: the model takes no images."""
-    images: list[Image] = field(default_factory=list[Image])
-    """The distinct images so far."""
+    expander: ImageExpander | None  # None: the model takes no images
+    images: list[Image] = field(default_factory=list[Image])  # The distinct images so far
     _expanded: dict[bytes, tuple[int, Tokens]] = field(
         default_factory=dict[bytes, tuple[int, Tokens]]
     )
@@ -96,35 +91,46 @@ class ChunkDecoder:
     def from_proto(self, chunks: Sequence[pb.Chunk], loc: str) -> ModelInput:
         """The model input of an SDK sample. Raises ApiError naming the chunk."""
         kinds = [str(chunk.WhichOneof("chunk")) for chunk in chunks]
-        model_input = _ModelInput(self, loc, several=kinds.count(IMAGE) > 1)
-        for chunk, kind in zip(chunks, kinds, strict=True):
-            if kind == TEXT:
-                model_input.add_tokens(tokens_from_bytes(chunk.encoded_text.tokens, loc))
-                continue
-            model_input.require_image(kind)
-            image = chunk.image
-            if image.HasField("override_dimensions"):
-                raise ApiError(f"{model_input.here} has override_dimensions, which is not read")
-            expected = image.expected_tokens if image.HasField("expected_tokens") else None
-            model_input.add_image(image.data, image.format, expected)
-        return model_input.decoded()
+        return self._decode(chunks, kinds, loc, _text_from_proto, _image_from_proto)
 
     def from_json(self, chunks: Any, loc: str) -> ModelInput:
         """The same of chunks in JSON."""
         if not isinstance(chunks, list) or not all(isinstance(chunk, dict) for chunk in chunks):
             raise ApiError(f"the chunks of {loc} are no list of chunks")
         kinds = [str(chunk.get("type", TEXT)) for chunk in chunks]
-        model_input = _ModelInput(self, loc, several=kinds.count(IMAGE) > 1)
-        for chunk, kind in zip(chunks, kinds, strict=True):
+        return self._decode(chunks, kinds, loc, _text_from_json, _image_from_json)
+
+    def _decode(
+        self,
+        chunks: Sequence[C],
+        kinds: Sequence[str],
+        loc: str,
+        read_text: Callable[[C, str, str], Tokens],
+        read_image: Callable[[C, str], EncodedImage],
+    ) -> ModelInput:
+        """`read_text` gets the names of the model input and of the chunk, for its errors."""
+        several = kinds.count(IMAGE) > 1
+        tokens, images = [np.zeros(0, np.int64)], list[int]()
+        for number, (chunk, kind) in enumerate(zip(chunks, kinds, strict=True)):
+            chunk_loc = f"chunk {number} of {loc}"
             if kind == TEXT:
-                if not isinstance(chunk.get("tokens"), list):
-                    raise ApiError(f"{model_input.here} has no list of tokens")
-                numbers = to_integers(from_list(chunk["tokens"], loc), loc)
-                model_input.add_tokens(flatten(numbers, loc))
+                tokens.append(read_text(chunk, loc, chunk_loc))
                 continue
-            model_input.require_image(kind)
-            model_input.add_image(*_image_from_json(chunk, model_input.here))
-        return model_input.decoded()
+            if self.expander is None or kind != IMAGE:
+                why = WHY_NOT.get(kind, "text and images are read here")
+                why = ONLY_TEXT if self.expander is None else why
+                raise ApiError(f"{loc} has a chunk of {kind[:50]!r}: {why}")
+            content, format, expected = read_image(chunk, chunk_loc)
+            index, image_tokens = self.expand(content, format, chunk_loc, several=several)
+            if expected is not None and expected != len(image_tokens):
+                raise ApiError(
+                    f"{chunk_loc} is an image of {len(image_tokens)} tokens, and its"
+                    f" expected_tokens is {expected}: compute it with the image processor of the"
+                    " model, or leave it out"
+                )
+            tokens.append(image_tokens)
+            images.append(index)
+        return ModelInput(np.concatenate(tokens), tuple(images))
 
     def expand(self, content: bytes, format: str, loc: str, *, several: bool) -> tuple[int, Tokens]:
         """Index and tokens of an image, which is processed once, or once alone and once among
@@ -155,8 +161,7 @@ class ChunkDecoder:
         return index, tokens
 
     def each_image(self, indices: Sequence[int]) -> tuple[Image, ...]:
-        """The images of a prompt, one as often as it occurs. Raises ApiError if these copies are
-        too many."""
+        """The images of a prompt, with repetitions. Raises ApiError if these are too many."""
         images = tuple(self.images[index] for index in indices)
         _require_bytes(sum(image.num_bytes for image in images))
         return images
@@ -170,55 +175,30 @@ def _require_bytes(count: int) -> None:
         )
 
 
-class _ModelInput:
-    """A model input being decoded."""
-
-    def __init__(self, decoder: ChunkDecoder, loc: str, *, several: bool) -> None:
-        """`several`: whether it has several images."""
-        self._decoder, self._what, self._several = decoder, loc, several
-        self._tokens: list[Tokens] = []
-        self._images: list[int] = []
-
-    @property
-    def here(self) -> str:
-        """The next chunk, for messages."""
-        return f"chunk {len(self._tokens)} of {self._what}"
-
-    def add_tokens(self, tokens: Tokens) -> None:
-        self._tokens.append(tokens)
-
-    def require_image(self, kind: str) -> None:
-        """Raise ApiError for a chunk that is neither text nor an image, or an image where none are
-        taken."""
-        accepted = self._decoder.expander is not None
-        if accepted and kind == IMAGE:
-            return
-        why = WHY_NOT.get(kind, "text and images are read here") if accepted else ONLY_TEXT
-        raise ApiError(f"{self._what} has a chunk of {kind[:50]!r}: {why}")
-
-    def add_image(self, content: bytes, format: str, expected: int | None) -> None:
-        """Raises ApiError if it cannot be used."""
-        index, tokens = self._decoder.expand(content, format, self.here, several=self._several)
-        if expected is not None and expected != len(tokens):
-            raise ApiError(
-                f"{self.here} is an image of {len(tokens)} tokens, and its expected_tokens is"
-                f" {expected}: compute it with the image processor of the model, or leave it out"
-            )
-        self._tokens.append(tokens)
-        self._images.append(index)
-
-    def decoded(self) -> ModelInput:
-        tokens = np.concatenate(self._tokens) if self._tokens else np.zeros(0, np.int64)
-        return ModelInput(tokens, tuple(self._images))
-
-
 def flatten(numbers: Tokens, loc: str) -> Tokens:
     """[T], also of [1, T]."""
     return per_token(numbers, numbers.size, loc) if numbers.size else numbers.reshape(0)
 
 
-def _image_from_json(chunk: Mapping[str, Any], loc: str) -> tuple[bytes, str, int | None]:
-    """Content, format and expected tokens of an image chunk."""
+def _text_from_proto(chunk: pb.Chunk, loc: str, _chunk_loc: str) -> Tokens:
+    return tokens_from_bytes(chunk.encoded_text.tokens, loc)
+
+
+def _image_from_proto(chunk: pb.Chunk, chunk_loc: str) -> EncodedImage:
+    image = chunk.image
+    if image.HasField("override_dimensions"):
+        raise ApiError(f"{chunk_loc} has override_dimensions, which is not read")
+    expected = image.expected_tokens if image.HasField("expected_tokens") else None
+    return image.data, image.format, expected
+
+
+def _text_from_json(chunk: Mapping[str, Any], loc: str, chunk_loc: str) -> Tokens:
+    if not isinstance(chunk.get("tokens"), list):
+        raise ApiError(f"{chunk_loc} has no list of tokens")
+    return flatten(to_integers(from_list(chunk["tokens"], loc), loc), loc)
+
+
+def _image_from_json(chunk: Mapping[str, Any], loc: str) -> EncodedImage:
     if strange := sorted(map(str, chunk.keys() - IMAGE_FIELDS)):
         raise ApiError(f"{loc} has {strange[0][:100]}, which an image does not have")
     data, format, expected = (chunk.get(name) for name in ("data", "format", "expected_tokens"))

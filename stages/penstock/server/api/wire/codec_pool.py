@@ -34,18 +34,14 @@ JOB_SECONDS = 60.0
 BASE_MEMORY = 1 << 30
 """Memory limit of a process in bytes, in addition to twice the maximum body size."""
 IMAGE_MEMORY = 2 << 30
-"""Further bytes where images are processed: their processor, and one image of
-`media.decode.MAX_PIXELS`."""
+"""Where images are processed: their processor, and one image of `media.decode.MAX_PIXELS`."""
 CHUNK_BYTES = 1 << 16
 """Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop
 is blocked; with chunks of a megabyte they take seven."""
-NICENESS = 10
-"""Nice value of the processes from their start on, so that heartbeats are not delayed."""
+NICENESS = 10  # Nice value of the processes from their start on, so that heartbeats are not delayed
 MAX_NICENESS = 19
-LENGTH = 8
-"""Bytes of the length prefix of each part."""
-READY = b"R"
-"""What a process writes once it is ready for its first job."""
+LENGTH = 8  # Bytes of the length prefix of each part
+READY = b"R"  # What a process writes once it is ready for its first job
 
 
 CodecJob = BodyJob | ResultJob
@@ -55,7 +51,6 @@ class CodecReply(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a job, followed by its payload: a request in msgpack, or an encoded result."""
 
     decoded: DecodedBody | None = None
-    """The result of decoding a body."""
     error: BodyError | None = None
 
 
@@ -70,10 +65,8 @@ class CodecPool:
             self._memory += IMAGE_MEMORY
         self._idle: list[_Codec] = []
         self._waiting: OrderedDict[str, deque[asyncio.Future[None]]] = OrderedDict()
-        self._busy: set[str] = set()
-        """Owners with a job in progress."""
+        self._busy: set[str] = set()  # Owners with a job in progress
         self.jobs = 0
-        """Number of jobs so far."""
 
     async def start(self) -> None:
         """Start one process before the first large body."""
@@ -81,7 +74,6 @@ class CodecPool:
             pass
 
     async def stop(self) -> None:
-        """Stop all processes."""
         for process in self._idle:
             await process.end()
         self._idle.clear()
@@ -91,10 +83,8 @@ class CodecPool:
         self, owner: str, job: BodyJob, parts: Sequence[bytes]
     ) -> AsyncGenerator[tuple[CodecReply, memoryview]]:
         """Decode a body, or return the error; and its encoded request. No other body of the owner
-        is decoded until that has been sent.
-
-        Raises ApiError: 413 if it exceeds the memory or time limit, 503 if no process starts.
-        """
+        is decoded until that has been sent. Raises ApiError: 413 if it exceeds the memory or time
+        limit, 503 if no process starts."""
         async with self._acquire_slot(owner):
             yield await self._run(job, parts)
 
@@ -201,10 +191,8 @@ class _Codec:
         return self._process.returncode is None
 
     async def run(self, job: CodecJob, parts: Sequence[bytes]) -> tuple[CodecReply, memoryview]:
-        """Run a job, once the process has started.
-
-        Raises ApiError: 413 if the job exceeds its limits, 503 if the process does not start.
-        """
+        """Run a job, once the process has started. Raises ApiError: 413 if the job exceeds its
+        limits, 503 if the process does not start."""
         await self._wait_until_ready()
         try:
             async with asyncio.timeout(JOB_SECONDS):
@@ -229,13 +217,10 @@ class _Codec:
             raise ApiError(
                 "the server could not start a process for this request; try again",
                 code="unavailable",
-                category="server",
-                retry_after=1.0,
             ) from None
         self._is_ready = True
 
     async def end(self) -> None:
-        """Kill it."""
         if self.is_alive:
             with contextlib.suppress(ProcessLookupError):
                 self._process.kill()

@@ -13,7 +13,7 @@ import numpy as np
 
 from penstock.server.api.errors import ApiError
 from penstock.server.api.wire import tinker_pb2 as pb
-from penstock.server.api.wire.chunks import ChunkDecoder, ModelInput, Tokens, flatten
+from penstock.server.api.wire.chunks import ChunkDecoder, ModelInput, flatten
 from penstock.server.api.wire.tensors import (
     MAX_NUMBERS,
     Numbers,
@@ -36,9 +36,7 @@ from penstock.server.protocol.losses import (
 )
 from penstock.server.protocol.types import Array, Datum, Loss
 
-IGNORED = -100
-"""The label of untrained tokens (ignore_index)."""
-
+IGNORED = -100  # The label of untrained tokens (ignore_index)
 RATIO_MASK = "sequence_ratio_mask"
 """The SDK's input of `gspo`: the mask of tokens that the sequence importance ratio covers."""
 
@@ -48,17 +46,13 @@ LossInputArrays = dict[str, Numbers]
 def datums_from_proto(
     data: Sequence[pb.Datum], loss: Loss, chunks: ChunkDecoder
 ) -> tuple[Datum, ...]:
-    """Decode the SDK's protobuf samples. Raises ApiError naming the sample and the invalid
-    input."""
+    """Decode protobuf samples. Raises ApiError naming the sample and the invalid input."""
     decoded: list[Datum] = []
     for index, datum in enumerate(data):
-        loc = f"sample {index}"
-        _check_names(datum.loss_fn_inputs, loss, loc)
+        loc, inputs = f"sample {index}", datum.loss_fn_inputs
+        _check_names(inputs, loss, loc)
         model_input = chunks.from_proto(datum.model_input, f"the model_input of {loc}")
-        arrays = {
-            name: from_proto(tensor, f"{name} of {loc}")
-            for name, tensor in datum.loss_fn_inputs.items()
-        }
+        arrays = {name: from_proto(inputs[name], f"{name} of {loc}") for name in inputs}
         decoded.append(_build_datum(model_input, arrays, loss, loc))
     return tuple(decoded)
 
@@ -66,8 +60,7 @@ def datums_from_proto(
 def datums_from_json(
     data: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]], loss: Loss, chunks: ChunkDecoder
 ) -> tuple[Datum, ...]:
-    """Decode JSON samples of either form: `model_input` and `loss_fn_inputs` of each. Raises
-    ApiError as above."""
+    """Decode JSON samples: `model_input` and `loss_fn_inputs` of each. Raises ApiError as above."""
     return tuple(
         _datum_from_json(written, inputs, loss, chunks, f"sample {index}")
         for index, (written, inputs) in enumerate(data)
@@ -76,21 +69,15 @@ def datums_from_json(
 
 def count_values_in_proto(data: Sequence[pb.Datum], loss: Loss) -> int:
     """Number of values in the SDK's samples with sparse tensors densified, computed from shapes and
-    lengths without decoding.
-
-    Raises ApiError: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS targets per token, and for
-    inputs that the loss does not take.
-    """
+    lengths without decoding. Raises ApiError: 413 over MAX_NUMBERS, 400 for more than MAX_TARGETS
+    targets per token, and for inputs that the loss does not take."""
     total = 0
     for index, datum in enumerate(data):
-        loc = f"sample {index}"
-        _check_names(datum.loss_fn_inputs, loss, loc)
+        loc, inputs = f"sample {index}", datum.loss_fn_inputs
+        _check_names(inputs, loss, loc)
         # The SDK sends tokens as bytes of int32.
         total += sum(len(chunk.encoded_text.tokens) // 4 for chunk in datum.model_input)
-        shapes = {
-            name: shape_from_proto(tensor, f"{name} of {loc}")
-            for name, tensor in datum.loss_fn_inputs.items()
-        }
+        shapes = {name: shape_from_proto(inputs[name], f"{name} of {loc}") for name in inputs}
         total = _add_values(total, shapes, loss, loc)
     return total
 
@@ -116,14 +103,9 @@ def count_values_in_json(
 
 
 def _add_values(total: int, shapes: Mapping[str, tuple[int, ...]], loss: Loss, loc: str) -> int:
-    """Add the number of values of one more sample."""
     targets = shapes.get(TARGETS, ())
-    if (
-        loss in SEVERAL_TARGETS
-        and len(targets) == 2
-        and targets[0] > 1
-        and targets[1] > MAX_TARGETS
-    ):
+    is_several = loss in SEVERAL_TARGETS and len(targets) == 2 and targets[0] > 1
+    if is_several and targets[1] > MAX_TARGETS:
         raise ApiError(f"{loc} has {targets[1]} targets of each token; {MAX_TARGETS} may be")
     total += sum(math.prod(shape) for shape in shapes.values())
     if total > MAX_NUMBERS:
@@ -195,7 +177,7 @@ def _check_model_inputs(written: Mapping[str, Any], length: int, loc: str) -> No
 
 
 def _check_names(names: Collection[str], loss: Loss, loc: str) -> None:
-    """Checked before decoding, so that unsupported inputs cost nothing."""
+    # Checked before decoding, so that unsupported inputs cost nothing.
     if fault := inputs_fault(loss, names, *((RATIO_MASK,) if loss == "gspo" else ())):
         raise ApiError(f"{loc} {fault}")
 
@@ -204,7 +186,12 @@ def _build_datum(model_input: ModelInput, arrays: LossInputArrays, loss: Loss, l
     tokens = model_input.tokens
     if not len(tokens):
         raise ApiError(f"{loc} has no tokens")
-    targets = _read_targets(arrays[TARGETS], len(tokens), loss, f"{TARGETS} of {loc}")
+    numbers, name = arrays[TARGETS], f"{TARGETS} of {loc}"
+    # [T, K] for a loss with several targets per token.
+    several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == len(tokens)
+    if not (several and numbers.size):
+        numbers = per_token(numbers, len(tokens), name)
+    targets = to_integers(numbers, name)
     factors = {
         name: per_target(numbers, targets.shape, f"{name} of {loc}")
         for name, numbers in arrays.items()
@@ -216,28 +203,17 @@ def _build_datum(model_input: ModelInput, arrays: LossInputArrays, loss: Loss, l
     if RATIO_MASK in factors:
         _apply_ratio_mask(factors, loc)
     inputs = {name: Array.of(numbers, "float32") for name, numbers in factors.items()}
-    inputs[TARGETS] = token_array(targets, f"{TARGETS} of {loc}", "int64")
+    inputs[TARGETS] = token_array(targets, name, "int64")
     tokens_T = token_array(tokens, f"model_input of {loc}")
     return Datum(tokens=tokens_T, inputs=inputs, images=model_input.images)
 
 
 def _apply_ratio_mask(factors: LossInputArrays, loc: str) -> None:
-    """Set the mask to the tokens of the sequence importance ratio.
-
-    Raises ApiError if other tokens have a nonzero advantage, or if tokens of the ratio have zero
-    weight or mask.
-    """
+    """Set the mask to the tokens of the sequence importance ratio. Raises ApiError if other tokens
+    have a nonzero advantage, or if tokens of the ratio have zero weight or mask."""
     is_of_ratio = factors.pop(RATIO_MASK) != 0
     if any(np.any(factors[name][is_of_ratio] == 0) for name in FACTORS if name in factors):
         raise ApiError(f"{loc} has no target, or weights or mask of 0, where its {RATIO_MASK} is 1")
     if np.any(factors["advantages"][~is_of_ratio] != 0):
         raise ApiError(f"{loc} has advantages where its {RATIO_MASK} is 0; send 0 there")
     factors["mask"] = is_of_ratio * factors.get("mask", 1)
-
-
-def _read_targets(numbers: Numbers, length: int, loss: Loss, loc: str) -> Tokens:
-    """int64 [T], or [T, K] for a loss with several targets per token."""
-    several = loss in SEVERAL_TARGETS and numbers.ndim == 2 and len(numbers) == length
-    return to_integers(
-        numbers if several and numbers.size else per_token(numbers, length, loc), loc
-    )

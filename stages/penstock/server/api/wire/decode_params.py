@@ -16,10 +16,8 @@ from penstock.server.api.schemas.requests import (
 from penstock.server.protocol import types
 from penstock.server.protocol.types import AdamParams, LoraConfig, OptimizerConfig, SamplingParams
 
-STEP = "optimizer."
-"""Metadata key prefix of optimizer parameters of a model."""
-DISPLAY_NAME = "session.display_name"
-"""Metadata key of a session's display name."""
+STEP = "optimizer."  # Metadata key prefix of optimizer parameters of a model
+DISPLAY_NAME = "session.display_name"  # Metadata key of a session's display name
 
 
 def parse_lora(body: LoraBody | None) -> LoraConfig | None:
@@ -29,14 +27,8 @@ def parse_lora(body: LoraBody | None) -> LoraConfig | None:
     rank = body.rank if body.rank is not None else body.lora_rank
     if rank is None or None not in (body.rank, body.lora_rank):
         raise ApiError("lora_config needs a rank: rank or lora_rank, one of them")
-    return LoraConfig(
-        rank=rank,
-        alpha=body.lora_alpha,
-        seed=body.seed,
-        train_attn=body.train_attn,
-        train_mlp=body.train_mlp,
-        train_unembed=body.train_unembed,
-    )
+    fields: dict[str, Any] = types.common_fields(body, LoraConfig) | {"rank": rank}
+    return LoraConfig(alpha=body.lora_alpha, **fields)
 
 
 def parse_optimizer(body: OptimizerBody | None) -> OptimizerConfig:
@@ -109,12 +101,9 @@ def parse_sampling_params(body: SamplingBody) -> SamplingParams:
     """Sampling parameters. An empty list of stop sequences disables all of them, including the
     end-of-sequence token, which otherwise also stops."""
     stop = [body.stop] if isinstance(body.stop, str) else body.stop or []
+    top_k = -1 if body.top_k == 0 else body.top_k
     return SamplingParams(
-        max_tokens=body.max_tokens,
-        temperature=body.temperature,
-        top_k=-1 if body.top_k == 0 else body.top_k,
-        top_p=body.top_p,
-        seed=body.seed,
+        **types.common_fields(body, SamplingParams) | {"top_k": top_k},
         stop_tokens=tuple(part for part in stop if isinstance(part, int)),
         stop_texts=tuple(part for part in stop if isinstance(part, str)),
         ignore_eos=body.stop == [],

@@ -1,7 +1,5 @@
-"""Loss names of other APIs, mapped to the losses implemented here.
-
-A loss without an exact counterpart is rejected by name and never replaced by a similar one.
-"""
+"""Loss names of other APIs, mapped to the losses implemented here. A loss without an exact
+counterpart is rejected by name and never replaced by a similar one."""
 
 import math
 from collections.abc import Mapping
@@ -26,16 +24,13 @@ class _XorlLoss:
     """An xorl loss: its name here, the names of its parameters here, and its defaults."""
 
     loss: Loss
-    clip: tuple[float, float] | None = None
-    """`eps_clip` and `eps_clip_high` if not given."""
+    clip: tuple[float, float] | None = None  # `eps_clip` and `eps_clip_high` if not given
     renamed: Mapping[str, str] | None = None
     neutral: Mapping[str, tuple[Any, ...]] | None = None
     """Parameters that are only accepted at values with no effect."""
 
 
-LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}
-"""SDK losses by name."""
-
+LOSSES: Mapping[str, Loss] = {loss: loss for loss in PARAMS}  # SDK losses by name
 _OFF = (None, False, 0, 0.0)
 _DRGRPO = _XorlLoss(
     "drgrpo", clip=(0.2, 0.28), renamed={"beta": "kl_beta"}, neutral={"kl_type": ("k3", None)}

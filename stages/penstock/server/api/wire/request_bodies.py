@@ -4,7 +4,6 @@ Pure functions of bytes. Small bodies are decoded in the event loop, others in a
 (`codec_pool`), because decoding holds the GIL and needs much memory.
 """
 
-from collections.abc import Mapping
 from typing import Any, Literal, TypeVar
 
 import msgspec
@@ -37,24 +36,20 @@ from penstock.server.api.wire.datums import (
     datums_from_proto,
 )
 from penstock.server.api.wire.decode_params import parse_sampling_params
-from penstock.server.api.wire.loss_names import resolve_loss, resolve_xorl_loss
+from penstock.server.api.wire.loss_names import LossSpec, resolve_loss, resolve_xorl_loss
 from penstock.server.api.wire.tensors import token_array
 from penstock.server.protocol import requests
 from penstock.server.protocol.codec import Category, Code
+from penstock.server.protocol.types import Datum, LossReduction
 
 B = TypeVar("B", bound=BaseModel)
 SampleCall = Literal["forward", "forward_backward", "asample"]
 
-WINDOW = 1 << 27
-"""Maximum window size in bytes for decompression."""
-MAX_VALUES = 1 << 25
-"""Maximum number of commas, colons and brackets in a JSON body."""
-MAX_CONTAINERS = 1 << 21
-"""Maximum number of arrays and objects in a JSON body."""
+WINDOW = 1 << 27  # Maximum window size in bytes for decompression
+MAX_VALUES = 1 << 25  # Maximum number of commas, colons and brackets in a JSON body
+MAX_CONTAINERS = 1 << 21  # Maximum number of arrays and objects in a JSON body
 MAX_SAMPLES = 65536
-
-INLINE_BYTES = 1 << 16
-"""Maximum decompressed bytes for decoding in the event loop."""
+INLINE_BYTES = 1 << 16  # Maximum decompressed bytes for decoding in the event loop
 INLINE_SAMPLES = 64
 INLINE_NUMBERS = 1 << 16
 """Maximum samples, and values with sparse tensors densified, for decoding in the event loop."""
@@ -64,16 +59,12 @@ class BodyJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """How to decode a body."""
 
     call: SampleCall
-    kind: str
-    """Its media type."""
-    encoding: str
-    """`identity` or `zstd`."""
-    max_bytes: int
-    """Maximum bytes after decompression."""
+    kind: str  # Its media type
+    encoding: str  # `identity` or `zstd`
+    max_bytes: int  # Maximum bytes after decompression
     takes_images: bool = False
     request_id: str = ""
-    owner: str = ""
-    """The id and owner of its request."""
+    owner: str = ""  # The id and owner of its request
 
 
 class DecodedBody(msgspec.Struct, frozen=True, kw_only=True):
@@ -83,11 +74,9 @@ class DecodedBody(msgspec.Struct, frozen=True, kw_only=True):
     forward_only: bool = False
     base_model: str | None = None
     """The base model to sample from, if there is no sampler and no path."""
-    retry_key: str = ""
-    """Idempotency key, if the client's names identify a repeated request."""
+    retry_key: str = ""  # Idempotency key, if the client's names identify a repeated request
     last_prompt_logprobs: int | None = None
-    count: int = 1
-    """Number of sequences to sample."""
+    count: int = 1  # Number of sequences to sample
     model: str | None = None
 
 
@@ -98,8 +87,7 @@ class BodyError(msgspec.Struct, frozen=True, kw_only=True):
     status: int
     category: Category = "user"
     code: Code = "invalid"
-    faults: list[dict[str, Any]] | None = None
-    """The validation errors."""
+    faults: list[dict[str, Any]] | None = None  # The validation errors
     model_and_seq: dict[str, Any] | None = None
     """The model and sequence number of an invalid request."""
 
@@ -149,12 +137,10 @@ class BodyDecoder:
         match job.call:
             case "forward_backward":
                 request = _validated(ForwardBackwardBody, parsed)
-                return self._decode_json_pass(
-                    request, request.forward_backward_input, forward_only=False
-                )
+                return self._decode_json_pass(request, request.forward_backward_input)
             case "forward":
                 request = _validated(ForwardBody, parsed)
-                return self._decode_json_pass(request, request.forward_input, forward_only=True)
+                return self._decode_json_pass(request, request.forward_input)
             case "asample":
                 return _decode_sample(_validated(AsampleBody, parsed), self._chunks)
 
@@ -185,49 +171,47 @@ class BodyDecoder:
             }
         if not message.data:
             raise ApiError("there are no samples in the request")
-        chosen = resolve_loss(message.loss_fn, params)
-        self._require_numbers(count_values_in_proto(message.data, chosen.loss))
-        decoded = DecodedBody(
-            seq=message.seq_id, forward_only=message.forward_only, model=message.model_id
+        spec = resolve_loss(message.loss_fn, params)
+        self._require_numbers(count_values_in_proto(message.data, spec.loss))
+        datums = datums_from_proto(message.data, spec.loss, self._chunks)
+        return self._pass(
+            message.model_id, message.seq_id, spec, datums, "sum", message.forward_only
         )
-        operation = requests.ForwardBackward(
-            model=message.model_id,
-            data=datums_from_proto(message.data, chosen.loss, self._chunks),
-            images=tuple(self._chunks.images),
-            loss=chosen.loss,
-            params=chosen.params,
-            forward_only=message.forward_only,
-            loss_reduction="sum",
-        )
-        return decoded, operation
 
     def _decode_json_pass(
-        self, request: ForwardBackwardBody | ForwardBody, body: SamplesBody, *, forward_only: bool
+        self, request: ForwardBackwardBody | ForwardBody, body: SamplesBody
     ) -> tuple[DecodedBody, requests.ForwardBackward]:
         """A forward-backward pass in JSON. xorl clients use their own model and loss names, and sum
         gradients, which the optimizer step divides by the number of tokens."""
         is_sdk = uri_scheme(request.model_id) == "tinker"
-        params = body.loss_fn_params or {}
-        chosen = (
-            resolve_loss(body.loss_fn, params)
-            if is_sdk
-            else resolve_xorl_loss(body.loss_fn, params)
-        )
+        resolve = resolve_loss if is_sdk else resolve_xorl_loss
+        spec = resolve(body.loss_fn, body.loss_fn_params or {})
         self._require_samples(len(body.data))
         data = [(sample.model_input, sample.loss_fn_inputs) for sample in body.data]
-        self._require_numbers(count_values_in_json(data, chosen.loss))
-        samples = datums_from_json(data, chosen.loss, self._chunks)
+        self._require_numbers(count_values_in_json(data, spec.loss))
+        datums = datums_from_json(data, spec.loss, self._chunks)
+        reduction, forward_only = "sum" if is_sdk else "token", isinstance(request, ForwardBody)
+        return self._pass(request.model_id, request.seq_id, spec, datums, reduction, forward_only)
+
+    def _pass(
+        self,
+        model: str,
+        seq: int | None,
+        spec: LossSpec,
+        datums: tuple[Datum, ...],
+        reduction: LossReduction,
+        forward_only: bool,
+    ) -> tuple[DecodedBody, requests.ForwardBackward]:
         operation = requests.ForwardBackward(
-            model=request.model_id,
-            data=samples,
+            model=model,
+            data=datums,
             images=tuple(self._chunks.images),
-            loss=chosen.loss,
-            params=chosen.params,
+            loss=spec.loss,
+            params=spec.params,
             forward_only=forward_only,
-            loss_reduction="sum" if is_sdk else "token",
+            loss_reduction=reduction,
         )
-        decoded = DecodedBody(seq=request.seq_id, forward_only=forward_only, model=request.model_id)
-        return decoded, operation
+        return DecodedBody(seq=seq, forward_only=forward_only, model=model), operation
 
     def _require_samples(self, count: int) -> None:
         if count > MAX_SAMPLES:
@@ -245,9 +229,8 @@ def to_body_error(
 ) -> BodyError:
     """The error in a form that can be passed to another process."""
     if isinstance(error, RequestValidationError):
-        return BodyError(
-            error="", status=422, faults=list(error.errors()), model_and_seq=model_and_seq
-        )
+        faults = list(error.errors())
+        return BodyError(error="", status=422, faults=faults, model_and_seq=model_and_seq)
     return BodyError(
         error=error.error,
         status=error.status_code,
@@ -284,7 +267,14 @@ def _find_model_and_seq(parsed: Any) -> dict[str, Any] | None:
 
 
 def _validated(kind: type[B], parsed: Any) -> B:
-    _require_few_keys(parsed)
+    # Each unknown key becomes a validation error, which takes more memory than the key.
+    for outer in [parsed, *parsed.values()] if isinstance(parsed, dict) else []:
+        if isinstance(outer, dict):
+            require_few_keys(outer)
+            samples = outer.get("data")
+            for sample in samples if isinstance(samples, list) else []:
+                if isinstance(sample, dict):
+                    require_few_keys(sample)
     try:
         return kind.model_validate(parsed)
     except ValidationError as error:
@@ -292,21 +282,6 @@ def _validated(kind: type[B], parsed: Any) -> B:
         raise RequestValidationError(
             [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_VALIDATION_ERRORS]]
         ) from error
-
-
-def _require_few_keys(parsed: Any) -> None:
-    """Each unknown key becomes a validation error, which takes more memory than the key."""
-    if not isinstance(parsed, dict):
-        return
-    inner = (value for value in parsed.values() if isinstance(value, dict))
-    outer: list[Mapping[str, Any]] = [parsed, *inner]
-    samples = (value.get("data") for value in outer)
-    lists = (samples_list for samples_list in samples if isinstance(samples_list, list))
-    outer += [
-        sample for samples_list in lists for sample in samples_list if isinstance(sample, dict)
-    ]
-    for mapping in outer:
-        require_few_keys(mapping)
 
 
 def _decode_sample(body: AsampleBody, chunks: ChunkDecoder) -> tuple[DecodedBody, requests.Sample]:

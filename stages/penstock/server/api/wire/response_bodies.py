@@ -6,7 +6,7 @@ returned as an error, never with another value in its place.
 """
 
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from itertools import groupby
 from typing import Any, Literal
 
@@ -34,12 +34,9 @@ ResultEncoding = Literal["json", "protobuf"]
 
 INLINE_BYTES = {"json": 1 << 17, "protobuf": 1 << 22}
 """Maximum array bytes of a result for encoding in the event loop."""
-INLINE_ARRAYS = 512
-"""Maximum number of samples for encoding in the event loop."""
-MAX_JSON_BYTES = 16 << 20
-"""Maximum array bytes of a JSON result; JSON takes six times as many."""
-CHUNK_BYTES = 1 << 16
-"""Chunk size of a response in bytes, sent as the client reads."""
+INLINE_ARRAYS = 512  # Maximum number of samples for encoding in the event loop
+MAX_JSON_BYTES = 16 << 20  # Maximum array bytes of a JSON result; JSON takes six times as many
+CHUNK_BYTES = 1 << 16  # Chunk size of a response in bytes, sent as the client reads
 
 TOO_LARGE = Failure(
     id="",
@@ -56,19 +53,10 @@ NOT_FINITE = (
     " was out of range"
 )
 
-OPTIMIZER_STEP = "optimizer_step"
-"""The SDK's name of `step`: the number of optimizer steps taken."""
-
+OPTIMIZER_STEP = "optimizer_step"  # The SDK's name of `step`: the number of optimizer steps taken
 _JSON_DTYPES = {"float32": "float32", "int64": "int64", "int32": "int64"}
-
-_PROTO_DTYPES = {
-    "float32": pb.DTYPE_FLOAT32,
-    "int64": pb.DTYPE_INT64,
-    "int32": pb.DTYPE_INT32,
-}
-
-NO_LOGPROB = -99999.0
-"""The SDK's marker of a position without top-k logprobs."""
+_PROTO_DTYPES = {"float32": pb.DTYPE_FLOAT32, "int64": pb.DTYPE_INT64, "int32": pb.DTYPE_INT32}
+NO_LOGPROB = -99999.0  # The SDK's marker of a position without top-k logprobs
 
 
 class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
@@ -80,24 +68,15 @@ class ResultJob(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 def is_small(result: Result, size: int, encoding: ResultEncoding) -> bool:
     """Whether encoding takes at most some milliseconds. `size`: bytes of its arrays."""
-    parts = 0
-    match result:
-        case ForwardBackwardResult(outputs=outputs):
-            parts = len(outputs)
-        case SampleResult(sequences=sequences):
-            parts = len(sequences)
-        case _:
-            pass
-    return size <= INLINE_BYTES[encoding] and parts <= INLINE_ARRAYS
+    parts = result.sequences if isinstance(result, SampleResult) else ()
+    parts = result.outputs if isinstance(result, ForwardBackwardResult) else parts
+    return size <= INLINE_BYTES[encoding] and len(parts) <= INLINE_ARRAYS
 
 
 def negotiate_format(result: Result, accept: str) -> ResultEncoding:
     """The format for a client's Accept header."""
-    return (
-        "protobuf"
-        if "protobuf" in accept and isinstance(result, ForwardBackwardResult | SampleResult)
-        else "json"
-    )
+    has_proto = isinstance(result, ForwardBackwardResult | SampleResult)
+    return "protobuf" if "protobuf" in accept and has_proto else "json"
 
 
 def write(
@@ -131,11 +110,10 @@ def json_of_result(result: Result, shape: ResultFormat) -> dict[str, Any]:
         case SampleResult():
             return encoded | _json_of_samples(result, shape)
         case OptimStepResult():
-            metrics = result.metrics
-            if shape.model is not None and uri_scheme(shape.model) == "tinker":
-                # The SDK's clients add these to their own log, where `step` is their own counter.
-                names = {"step": OPTIMIZER_STEP}
-                metrics = {names.get(name, name): value for name, value in metrics.items()}
+            is_sdk = shape.model is not None and uri_scheme(shape.model) == "tinker"
+            # The SDK's clients add these to their own log, where `step` is their own counter.
+            names = {"step": OPTIMIZER_STEP} if is_sdk else {}
+            metrics = {names.get(name, name): value for name, value in result.metrics.items()}
             return encoded | {"metrics": metrics}
         case CreateModelResult():
             path = {} if shape.path is None else {"path": shape.path}
@@ -163,9 +141,8 @@ def encode(encoded: Mapping[str, Any]) -> bytes:
 
 def encode_tensor(array: Array) -> dict[str, Any]:
     """An array as `data`, `dtype` and `shape`."""
-    numbers = array.numpy()
     return {
-        "data": numbers.reshape(-1).tolist(),
+        "data": array.numpy().reshape(-1).tolist(),
         "dtype": _JSON_DTYPES[array.dtype],
         "shape": list(array.shape),
     }
@@ -223,56 +200,46 @@ def _proto_of_pass(result: ForwardBackwardResult) -> pb.ForwardBackwardOutput:
     for _, group in groupby(
         result.outputs, lambda output: {name: array.shape[1:] for name, array in output.items()}
     ):
-        _add_record(message, list(group))
+        outputs = list(group)
+        record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
+        for name, first in outputs[0].items():
+            arrays = [output[name] for output in outputs]
+            tensor = record.fields[name]
+            tensor.data = b"".join(array.data for array in arrays)
+            ends = np.cumsum([0, *(len(array.data) for array in arrays)])
+            tensor.offsets = ends.astype("<i8").tobytes()
+            tensor.dtype = _PROTO_DTYPES[first.dtype]
+            tensor.trailing_shape.extend(first.shape[1:])
     return message
-
-
-def _add_record(message: pb.ForwardBackwardOutput, outputs: Sequence[dict[str, Array]]) -> None:
-    record = message.loss_fn_outputs.add(type_tag="ArrayRecord", num_datums=len(outputs))
-    for name, first in outputs[0].items():
-        arrays = [output[name] for output in outputs]
-        tensor = record.fields[name]
-        tensor.data = b"".join(array.data for array in arrays)
-        ends = np.cumsum([0, *(len(array.data) for array in arrays)])
-        tensor.offsets = ends.astype("<i8").tobytes()
-        tensor.dtype = _PROTO_DTYPES[first.dtype]
-        tensor.trailing_shape.extend(first.shape[1:])
 
 
 def _proto_of_samples(result: SampleResult, shape: ResultFormat) -> pb.SampleResponse:
     message = pb.SampleResponse()
     for sampled in result.sequences:
+        is_stop = sampled.stop_reason == "stop"
         sequence = message.sequences.add(
-            stop_reason=(
-                pb.STOP_REASON_STOP if sampled.stop_reason == "stop" else pb.STOP_REASON_LENGTH
-            ),
+            stop_reason=pb.STOP_REASON_STOP if is_stop else pb.STOP_REASON_LENGTH,
             tokens=sampled.tokens.numpy().astype("<i4").tobytes(),
             logprobs=sampled.logprobs.numpy().astype("<f4").tobytes(),
         )
         if sampled.topk_tokens is not None and sampled.topk_logprobs is not None:
-            numbers = sampled.topk_logprobs.numpy().astype(np.float32)
-            sequence.topk_sampled_logprobs.CopyFrom(
-                _proto_of_topk(sampled.topk_tokens.numpy(), numbers)
-            )
+            topk = _proto_of_topk(sampled.topk_tokens, sampled.topk_logprobs.numpy())
+            sequence.topk_sampled_logprobs.CopyFrom(topk)
     if result.prompt_logprobs is not None:
-        message.prompt_logprobs = (
-            _last_logprobs(result.prompt_logprobs, shape).astype("<f4").tobytes()
-        )
+        numbers = _last_logprobs(result.prompt_logprobs, shape)
+        message.prompt_logprobs = numbers.astype("<f4").tobytes()
     tokens, logprobs = result.topk_prompt_tokens, result.topk_prompt_logprobs
     if tokens is not None and logprobs is not None:
-        message.topk_prompt_logprobs.CopyFrom(
-            _proto_of_topk(tokens.numpy(), _last_logprobs(logprobs, shape))
-        )
+        topk = _proto_of_topk(tokens, _last_logprobs(logprobs, shape))
+        message.topk_prompt_logprobs.CopyFrom(topk)
     return message
 
 
-def _proto_of_topk(
-    tokens: npt.NDArray[np.generic], logprobs: npt.NDArray[np.float32]
-) -> pb.TopkLogprobs:
+def _proto_of_topk(tokens: Array, logprobs: npt.NDArray[Any]) -> pb.TopkLogprobs:
     """Encode [T, k] top-k tokens and logprobs, NaN where there are none."""
     is_none = np.isnan(logprobs)
     return pb.TopkLogprobs(
-        token_ids=np.where(is_none, 0, tokens).astype("<i4").tobytes(),
+        token_ids=np.where(is_none, 0, tokens.numpy()).astype("<i4").tobytes(),
         logprobs=np.where(is_none, NO_LOGPROB, logprobs).astype("<f4").tobytes(),
         length=tokens.shape[0],
         k=tokens.shape[1],
@@ -283,15 +250,9 @@ class ChunkedResponse(Response):
     """A response sent in chunks, so that no connection buffers a copy."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """Send the response."""
         del scope, receive
-        await send(
-            {
-                "type": "http.response.start",
-                "status": self.status_code,
-                "headers": self.raw_headers,
-            }
-        )
+        head = {"type": "http.response.start", "status": self.status_code}
+        await send(head | {"headers": self.raw_headers})
         body = memoryview(self.body)
         for start in range(0, max(1, len(body)), CHUNK_BYTES):
             piece = bytes(body[start : start + CHUNK_BYTES])

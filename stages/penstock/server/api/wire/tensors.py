@@ -33,10 +33,8 @@ Numbers = npt.NDArray[np.int64 | np.float32]
 
 
 def from_list(data: Sequence[Any], loc: str) -> Numbers:
-    """Convert nested lists of numbers: int64 if all are integers, else float32.
-
-    `loc` names them in the ApiError raised if they are not numbers, ragged, or too large.
-    """
+    """Convert nested lists of numbers: int64 if all are integers, else float32. `loc` names them in
+    the ApiError raised if they are not numbers, ragged, or too large."""
     # First as objects: in a string array, one long string would make every element as long.
     try:
         values = np.asarray(data, dtype=object)
@@ -128,8 +126,7 @@ def per_token(numbers: Numbers, length: int, loc: str) -> npt.NDArray[Any]:
 
 
 def per_target(numbers: Numbers, shape: tuple[int, ...], loc: str) -> npt.NDArray[Any]:
-    """One value per target of shape [T] or [T, K]; a value per token is broadcast to its targets.
-    Raises ApiError."""
+    """One value per target, [T] or [T, K]; one per token is broadcast. Raises ApiError."""
     if numbers.shape == shape:
         return numbers
     values = per_token(numbers, shape[0], loc)
@@ -204,7 +201,7 @@ def _dense(
     shape: tuple[int, ...] | None,
     loc: str,
 ) -> Numbers:
-    """Densify compressed sparse rows (CSR): row r has the entries rows[r]..rows[r + 1]."""
+    # Densify compressed sparse rows (CSR): row r has the entries rows[r]..rows[r + 1].
     if shape is None or len(shape) != 2:
         raise ApiError(f"{loc} is sparse, and needs a shape of rows and columns")
     fits = (
