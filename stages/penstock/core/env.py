@@ -32,9 +32,7 @@ def variable(name: str) -> str | None:
 
 def num_processors() -> int:
     """Number of processes for data stages: one of NUM_PROC, or the CPUs available to this process.
-
-    Raises ConfigError if the variable is not a positive integer.
-    """
+    Raises ConfigError if the variable is not a positive integer."""
     name = next((name for name in NUM_PROC if os.environ.get(name)), None)
     if name is None:
         return num_cpus()

@@ -59,8 +59,7 @@ class Export(Stage):
     trained: Artifact
     origin: ModelSource
     """Only its sources are part of the identity; the key of `trained` covers the rest."""
-    verify: Verify = "load"
-    """Not part of the identity: how the folders are verified."""
+    verify: Verify = "load"  # Not part of the identity: how the folders are verified
 
     def folder_names(self, *, has_adapter: bool) -> list[str]:
         """The folders that a push sends, of a run that trains an adapter or all weights."""

@@ -22,8 +22,7 @@ from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import StoredTensor
 
 Arrays = dict[str, npt.NDArray[Any]]
-Tensors = dict[str, StoredTensor]
-"""Outputs of a processor, by name."""
+Tensors = dict[str, StoredTensor]  # Outputs of a processor, by name
 
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "preprocessor_config.json"
 CLASS_FILES = (PROCESSOR, IMAGE_PROCESSOR, "tokenizer_config.json", "config.json")
@@ -34,10 +33,8 @@ CLASS_FILES = (PROCESSOR, IMAGE_PROCESSOR, "tokenizer_config.json", "config.json
 class ModelProcessor(ABC):
     """The part of a model's processor for one kind of media, and those that concern text."""
 
-    processor: Any
-    """A `ProcessorMixin` of transformers."""
-    options: Mapping[str, Any]
-    """Keyword arguments of the part for this kind."""
+    processor: Any  # A `ProcessorMixin` of transformers
+    options: Mapping[str, Any]  # Keyword arguments of the part for this kind
     bounds: MediaBounds = field(default=UNBOUNDED, kw_only=True)
 
     kind: ClassVar[MediaKind]

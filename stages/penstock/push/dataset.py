@@ -25,8 +25,7 @@ from penstock.rows.image_files import MEDIA
 FIELD = "data.push_dataset_to_hub"
 PROVENANCE_FILE = "penstock.json"
 """Provenance file of a key. Its presence marks the key as complete."""
-MAX_COMMIT_TRIES = 5
-"""Number of tries to update the card after concurrent commits."""
+MAX_COMMIT_TRIES = 5  # Number of tries to update the card after concurrent commits
 PRECONDITION_FAILED = 412
 
 
@@ -69,8 +68,7 @@ class DatasetTarget:
     """One configuration of a Hub data set."""
 
     hub: HubRepo
-    config: str
-    """The name of the configuration (a subset of a Hub data set), and of its folder."""
+    config: str  # The name of the configuration (a subset of a Hub data set), and of its folder
 
     def open(self) -> DatasetInfo:
         """Open or create the repository. Raises CapabilityError if it is unsuitable."""

@@ -1,7 +1,5 @@
 """Push to a Hugging Face Hub repository in one commit; only files that differ are uploaded.
-
-huggingface_hub chooses the transfer of large files (Xet if `hf_xet` is installed, else LFS).
-"""
+huggingface_hub chooses the transfer of large files (Xet if `hf_xet` is installed, else LFS)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass

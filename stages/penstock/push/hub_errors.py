@@ -1,8 +1,5 @@
-"""Hugging Face Hub errors as user-facing errors.
-
-The client's exceptions are not chained: they contain signed URLs, and a failed attempt's log
-contains every chained message.
-"""
+"""Hugging Face Hub errors as user-facing errors. The client's exceptions are not chained: they
+contain signed URLs, and a failed attempt's log contains every chained message."""
 
 import re
 from collections.abc import Iterator
@@ -30,9 +27,7 @@ class HubRepo:
     @classmethod
     def with_token(cls, repo: str, field: str, *, endpoint: str | None = None) -> "HubRepo":
         """Use the token of the environment or of a login. Raises CapabilityError if there is none.
-
-        The token is only passed to the Hub client and not stored elsewhere.
-        """
+        The token is only passed to the Hub client and not stored elsewhere."""
         token = env.hub_token() or get_token()
         if not token:
             raise CapabilityError(

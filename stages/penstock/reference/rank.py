@@ -1,7 +1,5 @@
 """The ranks of the reference stage: compute reference log-probs by forward passes, and save them.
-
-Log-probs are saved periodically, so that an interrupted run keeps what it has computed.
-"""
+Log-probs are saved periodically, so that an interrupted run keeps what it has computed."""
 
 import time
 from typing import Any
@@ -20,8 +18,7 @@ from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.rank import Notify, assembled
 
-SAVE_SECONDS = 30.0
-"""Interval between writes of log-probs."""
+SAVE_SECONDS = 30.0  # Interval between writes of log-probs
 
 
 def reference(

@@ -55,8 +55,7 @@ BY_SERVER = frozenset({"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "afs",
 MAX_READERS = 8
 """Maximum number of files read concurrently; never more than the number of processors."""
 
-CHECKSUM_DIGITS = 16
-"""Number of hex digits of the digest that each cache row stores of itself."""
+CHECKSUM_DIGITS = 16  # Number of hex digits of the digest that each cache row stores of itself
 
 COLUMNS = (
     "device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256 TEXT, read_at INTEGER,"
@@ -139,10 +138,8 @@ def keep_cached_across_links(paths: Iterable[Path]) -> Generator[None]:
 
 
 def cached_value(content: str, compute: Callable[[], Any]) -> Any:
-    """Return the JSON value of `compute`, cached under `content`.
-
-    `content` is a digest of everything that the value depends on: the inputs and the algorithm.
-    """
+    """Return the JSON value of `compute`, cached under `content`. `content` is a digest of
+    everything that the value depends on: the inputs and the algorithm."""
     try:
         with closing(_open_database()) as database:
             row = database.execute(

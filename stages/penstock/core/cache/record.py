@@ -1,7 +1,5 @@
-"""JSON records with a SHA-256 digest, so that damage is detected on read.
-
-`digest` is the SHA-256 of the canonical JSON of all other fields.
-"""
+"""JSON records with a SHA-256 digest, so that damage is detected on read. `digest` is the SHA-256
+of the canonical JSON of all other fields."""
 
 import hashlib
 import json
@@ -16,8 +14,7 @@ from penstock.version import __version__
 
 DIGEST = "digest"
 
-FORMAT = 1
-"""The newest record format that this version can read."""
+FORMAT = 1  # The newest record format that this version can read
 
 Record = dict[str, Any]
 
@@ -41,10 +38,8 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, remedy: str) -> Record:
-    """Read the record in `path`; see `parse_record`.
-
-    Raises FileNotFoundError or NotADirectoryError if there is none.
-    """
+    """Read the record in `path`; see `parse_record`. Raises FileNotFoundError or NotADirectoryError
+    if there is none."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):

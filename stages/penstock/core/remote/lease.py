@@ -22,17 +22,13 @@ from typing import Any, cast
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.remote.path import RemotePath
 
-LEASES = ".leases"
-"""Folder of the leases, inside the folder that they protect."""
+LEASES = ".leases"  # Folder of the leases, inside the folder that they protect
 
-TERM = 45.0
-"""Seconds after which an unchanged lease expires."""
+TERM = 45.0  # Seconds after which an unchanged lease expires
 
-RENEWALS = 5
-"""Renewals per term."""
+RENEWALS = 5  # Renewals per term
 
-POLL = 1.0
-"""Seconds between polls of a lease that another process holds."""
+POLL = 1.0  # Seconds between polls of a lease that another process holds
 
 
 class Lease:
