@@ -2,7 +2,7 @@
 contain signed URLs, and a failed attempt's log contains every chained message."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -50,6 +50,15 @@ class HubRepo:
             ) from None
         except (HTTPError, OSError, RuntimeError, ValueError) as error:
             raise self._to_penstock_error(action, error) from None
+
+    def require_committed(self, missing: Sequence[str], num_files: int, commit: str) -> None:
+        """Raise StageError if files of a commit that succeeded are missing in it."""
+        if missing:
+            raise StageError(
+                f"{len(missing)} of {num_files} files are not in commit {commit} of {self.repo} "
+                f"although the commit succeeded: {', '.join(missing[:5])}.\n"
+                "  Look for them in the repository's .gitignore, then push again."
+            )
 
     def _to_penstock_error(self, action: str, error: BaseException) -> PenstockError:
         status = http_status(error)

@@ -2,22 +2,10 @@
 terminal's stream has a `buffer`. That of a notebook, or of a GUI's console, has none."""
 
 import codecs
-from typing import Protocol, TextIO
+from typing import BinaryIO, TextIO
 
 
-class ByteStream(Protocol):
-    """What takes the output of a child process."""
-
-    def write(self, data: bytes, /) -> object:
-        """Write all of the bytes."""
-        ...
-
-    def flush(self) -> object:
-        """Show what was written."""
-        ...
-
-
-def byte_stream(stream: TextIO) -> ByteStream:
+def byte_stream(stream: TextIO) -> "BinaryIO | _DecodingStream":
     """The stream's own buffer, or one that decodes UTF-8, in which characters may be cut in two."""
     return getattr(stream, "buffer", None) or _DecodingStream(stream)
 

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from penstock.core.cache.digest_cache import sha256_file
@@ -240,9 +239,7 @@ class BackgroundUploader:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self, _: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Upload the rest. An upload failure is raised only if nothing else has failed."""
         self._ended.set()
         self._thread.join()
