@@ -2,10 +2,22 @@
 terminal's stream has a `buffer`. That of a notebook, or of a GUI's console, has none."""
 
 import codecs
-from typing import BinaryIO, TextIO
+from typing import Protocol, TextIO
 
 
-def byte_stream(stream: TextIO) -> "BinaryIO | _DecodingStream":
+class ByteStream(Protocol):
+    """What takes the output of a child process."""
+
+    def write(self, data: bytes, /) -> object:
+        """Write all of the bytes."""
+        ...
+
+    def flush(self) -> object:
+        """Show what was written."""
+        ...
+
+
+def byte_stream(stream: TextIO) -> ByteStream:
     """The stream's own buffer, or one that decodes UTF-8, in which characters may be cut in two."""
     return getattr(stream, "buffer", None) or _DecodingStream(stream)
 
