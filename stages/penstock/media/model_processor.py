@@ -120,13 +120,13 @@ class ModelProcessor(ABC):
 class ProcessorFiles:
     """The files of a folder or hub repository."""
 
-    where: str
+    location: str
     commit: str | None
 
     @cached_property
     def path(self) -> str:
-        folder = Path(self.where).expanduser()
-        return str(folder) if folder.exists() else self.where
+        folder = Path(self.location).expanduser()
+        return str(folder) if folder.exists() else self.location
 
     @property
     def revision(self) -> str:
@@ -134,7 +134,7 @@ class ProcessorFiles:
 
     @property
     def has_processor(self) -> bool:
-        if self.where.startswith("builtin:"):
+        if self.location.startswith("builtin:"):
             return False
         return any(self._find(name) is not None for name in (PROCESSOR, IMAGE_PROCESSOR))
 
@@ -144,7 +144,7 @@ class ProcessorFiles:
         try:
             value = json.loads(Path(file).read_bytes()) if file else {}
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name} of {self.where} is not JSON: {error}") from error
+            raise ConfigError(f"{name} of {self.location} is not JSON: {error}") from error
         return value if isinstance(value, dict) else {}
 
     def _find(self, name: str) -> str | None:
