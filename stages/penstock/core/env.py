@@ -32,9 +32,7 @@ def variable(name: str) -> str | None:
 
 def num_processors() -> int:
     """Number of processes for data stages: one of NUM_PROC, or the CPUs available to this process.
-
-    Raises ConfigError if the variable is not a positive integer.
-    """
+    Raises ConfigError if the variable is not a positive integer."""
     name = next((name for name in NUM_PROC if os.environ.get(name)), None)
     if name is None:
         return num_cpus()
@@ -120,6 +118,9 @@ def be_rank_of_slurm() -> None:
     tasks = os.environ["SLURM_STEP_NUM_TASKS"]
     if os.environ.get("SLURM_STEP_NUM_NODES") == "1":
         default({"LOCAL_WORLD_SIZE": tasks})
+    # The first host of a Slurm host list: `rack1node08` for `rack[1-2]node[08,10-12],login`.
+    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes)
+    assert first, nodes
     # 101 apart, so that the steps of a job do not have the ports of the next job's.
     number = 101 * int(os.environ["SLURM_JOB_ID"]) + int(os.environ.get("SLURM_STEP_ID", 0))
     default(
@@ -127,18 +128,11 @@ def be_rank_of_slurm() -> None:
             "RANK": os.environ["SLURM_PROCID"],
             "LOCAL_RANK": os.environ["SLURM_LOCALID"],
             "WORLD_SIZE": tasks,
-            "MASTER_ADDR": _first_of(nodes),
+            "MASTER_ADDR": re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0]),
             # Below the ephemeral port range; different job steps on a node get different ports.
             "MASTER_PORT": str(20000 + number % 10000),
         }
     )
-
-
-def _first_of(nodes: str) -> str:
-    """The first host of a Slurm host list: `rack1node08` for `rack[1-2]node[08,10-12],login`."""
-    first = re.match(r"(?:\[[^\]]*\]|[^,\[])+", nodes)
-    assert first, nodes
-    return re.sub(r"\[([^\],-]+)[^\]]*\]", r"\1", first[0])
 
 
 def hub_is_offline() -> bool:

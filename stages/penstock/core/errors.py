@@ -17,8 +17,7 @@ class PenstockError(Exception):
     needs."""
 
     exit_code = 1
-    may_pass = False
-    """Whether a retry with nothing changed may succeed."""
+    may_pass = False  # Whether a retry with nothing changed may succeed
 
 
 class ConfigError(PenstockError, ValueError):

@@ -43,12 +43,9 @@ class Registry:
     """The parts of one kind. Every method that takes a name raises ConfigError if no part has it,
     or if two packages do."""
 
-    group: str
-    """The group of entry points."""
-    noun: str
-    """What such a part is called in messages."""
-    base: str
-    """The class of such parts of packages, as `module:attribute`."""
+    group: str  # The group of entry points
+    noun: str  # What such a part is called in messages
+    base: str  # The class of such parts of packages, as `module:attribute`
     builtins: Mapping[str, Any]
     """Ours by name: as `module:attribute`, imported when it is used, or the part itself."""
 
@@ -81,10 +78,8 @@ class Registry:
         return _load(self, name)
 
     def build(self, name: str, options: Mapping[str, Any]) -> Any:
-        """The part with its options; of ours, which have none, the part itself.
-
-        Raises pydantic's ValidationError for invalid options.
-        """
+        """The part with its options; of ours, which have none, the part itself. Raises pydantic's
+        ValidationError for invalid options."""
         if self.find(name):
             return self.load(name)(**options)
         if options:

@@ -12,8 +12,7 @@ from typing import Any, cast
 
 from penstock.core.errors import DamagedFileError
 
-PART = ".part"
-"""Suffix of a file that is still being written. Leftover files may be deleted."""
+PART = ".part"  # Suffix of a file that is still being written. Leftover files may be deleted.
 
 
 @contextmanager

@@ -17,10 +17,8 @@ _NO_ROOM = re.compile(
 
 
 def describe_os_error(error: BaseException, folder: Path | None = None) -> str:
-    """One sentence for an exception that was not written for users.
-
-    `folder` is the folder being written to, for errors that do not contain a path.
-    """
+    """One sentence for an exception that was not written for users. `folder` is the folder being
+    written to, for errors that do not contain a path."""
     if is_full_disk(error):
         path = error.filename if isinstance(error, OSError) else None
         suffix = f" ({path or folder})" if path or folder else ""

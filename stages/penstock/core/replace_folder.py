@@ -5,8 +5,7 @@ from pathlib import Path
 from penstock.core.files import fsync, remove
 from penstock.core.machine.linux import exchange
 
-DELETED = ".deleted"
-"""Suffix of a folder that is being deleted."""
+DELETED = ".deleted"  # Suffix of a folder that is being deleted
 
 
 def replace_folder(new: Path, target: Path, aside: Path) -> Path | None:
@@ -53,10 +52,8 @@ def finish_deletions(root: Path) -> None:
 
 
 def restore_replaced(root: Path, suffix: str) -> None:
-    """Rename the folders `<name><suffix>` in `root` to `<name>`, where that does not exist.
-
-    That is the state after a kill within `replace_folder`.
-    """
+    """Rename the folders `<name><suffix>` in `root` to `<name>`, where that does not exist. That is
+    the state after a kill within `replace_folder`."""
     for aside in root.glob(f"*{suffix}") if root.is_dir() else ():
         target = aside.with_name(aside.name.removesuffix(suffix))
         if not target.exists():

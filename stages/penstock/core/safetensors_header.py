@@ -17,8 +17,7 @@ from penstock.core.files import require_regular
 INDEX = "model.safetensors.index.json"
 SINGLE = "model.safetensors"
 
-MAX_HEADER = 100_000_000
-"""Maximum header size in bytes, as in the safetensors library."""
+MAX_HEADER = 100_000_000  # Maximum header size in bytes, as in the safetensors library
 
 WIDTHS = {
     **dict.fromkeys(("BOOL", "U8", "I8", "F8_E4M3", "F8_E5M2", "F8_E8M0"), 1),
@@ -37,10 +36,8 @@ class Entry:
     """A tensor in a file."""
 
     shape: tuple[int, ...]
-    dtype: str
-    """The dtype's name in the format."""
-    start: int
-    """Offset of its first byte in the file."""
+    dtype: str  # The dtype's name in the format
+    start: int  # Offset of its first byte in the file
 
     @property
     def num_bytes(self) -> int:

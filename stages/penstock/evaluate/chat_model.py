@@ -23,8 +23,7 @@ from penstock.engine.hf.config import read_hf_config
 from penstock.models.multimodal import language_config
 from penstock.rows.tokenizer import load_tokenizer
 
-Message = Mapping[str, str]
-"""`role` and `content`."""
+Message = Mapping[str, str]  # `role` and `content`
 
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
 """Decoding result of an incomplete UTF-8 character, whose last bytes are not sampled yet."""
@@ -38,8 +37,7 @@ class StoppedError(Exception):
 class Reply:
     """A generated reply."""
 
-    text: str
-    """Text without special tokens."""
+    text: str  # Text without special tokens
     tokens: int
     ended: str
     """Finish reason: `stop`: EOS token; `length`: `max_new_tokens`; `interrupted`: Ctrl-C."""
@@ -51,8 +49,7 @@ class ChatModel:
 
     generator: Generator
     tokenizer: PreTrainedTokenizerBase
-    ends: tuple[int, ...]
-    """EOS token ids."""
+    ends: tuple[int, ...]  # EOS token ids
 
     @property
     def has_template(self) -> bool:
@@ -60,10 +57,8 @@ class ChatModel:
         return bool(self.tokenizer.chat_template)
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
-        """Tokenize the prompt. Without a chat template, only the last message is used.
-
-        Raises ConfigError if the chat template rejects the conversation.
-        """
+        """Tokenize the prompt. Without a chat template, only the last message is used. Raises
+        ConfigError if the chat template rejects the conversation."""
         if not self.has_template:
             return list(self.tokenizer.encode(messages[-1]["content"]))
         conversation = [dict(message) for message in messages]
@@ -132,10 +127,8 @@ def load_chat_model(
     tokenizer: Path,
     adapter: Path | None = None,
 ) -> ChatModel:
-    """Load the model in the folder `weights`, optionally with an unmerged adapter.
-
-    Raises ConfigError, CapabilityError or ArtifactError for folders that are not supported.
-    """
+    """Load the model in the folder `weights`, optionally with an unmerged adapter. Raises
+    ConfigError, CapabilityError or ArtifactError for folders that are not supported."""
     hf_config = read_hf_config(str(weights), {}, runs_code=run.model.trust_remote_code)
     built = assemble(run, hf_config, weights, ranks, lambda _: None, adapter=adapter)
     loaded = load_tokenizer(str(tokenizer))

@@ -1,7 +1,5 @@
-"""Exact match of an exported model on held-out prompts, with plain transformers.
-
-Does not use this project's modeling code, so it measures what other users of the export get.
-"""
+"""Exact match of an exported model on held-out prompts, with plain transformers. Does not use this
+project's modeling code, so it measures what other users of the export get."""
 
 import re
 from collections.abc import Sequence
@@ -52,10 +50,8 @@ class Report:
     num_skipped: int
     """Rows without a question: their first token is already trained, no token is, or `answer` does
     not match the expected completion."""
-    samples: tuple[Sample, ...]
-    """All questions, in data order."""
-    compared: str = "whole answers"
-    """What of a completion is compared with what is expected."""
+    samples: tuple[Sample, ...]  # All questions, in data order
+    compared: str = "whole answers"  # What of a completion is compared with what is expected
 
     @property
     def accuracy(self) -> float:

@@ -6,8 +6,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from decimal import Decimal, InvalidOperation
 
-SHARE = 0.9
-"""Minimum share of the expected completions that have a final answer of one kind."""
+SHARE = 0.9  # Minimum share of the expected completions that have a final answer of one kind
 
 NUMBER = r"[-+]?\$?\d[\d,]*(?:\.\d+)?"
 HASHES = re.compile(r"####[ \t]*(\S[^\n]*)")
@@ -18,8 +17,7 @@ LAST_LINE = re.compile(rf"\n[^\n]*?({NUMBER})[\s.%*]*\Z")
 class FinalAnswer:
     """How final answers are found in completions."""
 
-    name: str
-    """What is compared, in words."""
+    name: str  # What is compared, in words
     find: Callable[[str], str | None]
     """The final answer of an expected completion; None if it has none."""
 

@@ -10,10 +10,8 @@ ADAPTER = "adapter_config.json"
 
 
 def read_base_model(folder: Path) -> str | None:
-    """Folder or hub id of the base model of the adapter in `folder`; None for a full model.
-
-    Raises CapabilityError if a package needed to load it is not installed.
-    """
+    """Folder or hub id of the base model of the adapter in `folder`; None for a full model. Raises
+    CapabilityError if a package needed to load it is not installed."""
     if not (folder / ADAPTER).is_file():
         _require_quantization_support(folder)
         return None

@@ -19,11 +19,9 @@ class Score:
     """One metric of a task."""
 
     task: str
-    metric: str
-    """The harness's name with the filter: `acc,none`."""
+    metric: str  # The harness's name with the filter: `acc,none`
     value: float
-    stderr: float | None
-    """Standard error, if the harness reports it."""
+    stderr: float | None  # Standard error, if the harness reports it
 
 
 def run_tasks(

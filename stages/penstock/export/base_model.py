@@ -15,28 +15,21 @@ _SNAPSHOT = re.compile(r"models--(?P<repo>[^/]+)/snapshots/(?P<commit>[0-9a-f]{4
 """Pattern of a commit's folder in the Hub cache."""
 
 
-COMPOSE = "compose"
-"""The stage whose results are composed models."""
-PARTS = ("text", "image")
-"""Their parts, as its inputs are named."""
+COMPOSE = "compose"  # The stage whose results are composed models
+PARTS = ("text", "image")  # Their parts, as its inputs are named
 
 
 @dataclass(frozen=True)
 class BaseModel:
     """The base model of a fine-tuned model."""
 
-    name: str
-    """The name shown to users."""
-    repo: str | None = None
-    """The Hub repository; None if unknown."""
+    name: str  # The name shown to users
+    repo: str | None = None  # The Hub repository; None if unknown
     commit: str | None = None
     license: License | None = None
-    folder: Path | None = None
-    """The local folder with its license texts; None if not available."""
-    parts: tuple["BaseModel", ...] = ()
-    """The models that it was composed of (`model.encoders`)."""
-    drawn: bool = False
-    """Whether its weights were drawn at random."""
+    folder: Path | None = None  # The local folder with its license texts; None if not available
+    parts: tuple["BaseModel", ...] = ()  # The models that it was composed of (`model.encoders`)
+    drawn: bool = False  # Whether its weights were drawn at random
 
     @property
     def repos(self) -> list[str]:

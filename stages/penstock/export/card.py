@@ -44,8 +44,7 @@ START_INPUTS = {"checkpoint": "a checkpoint of another run", "adapter": "an exis
 PRECISION_SETTINGS = ("enable_mixed_precision", "precision", "master_weights")
 """Settings that together describe compute and storage precision."""
 
-VERSION_NAMES = ("penstock", "torch", "transformers", "commit")
-"""Packages whose versions are shown."""
+VERSION_NAMES = ("penstock", "torch", "transformers", "commit")  # Packages whose versions are shown
 
 
 @dataclass(frozen=True)
@@ -56,8 +55,7 @@ class Export:
     key: str
     origin: ModelSource
     base: BaseModel | None
-    adapter: Mapping[str, Any] | None
-    """The adapter_config.json, if there are adapters."""
+    adapter: Mapping[str, Any] | None  # The adapter_config.json, if there are adapters
     lineage: Lineage
 
 

@@ -7,11 +7,9 @@ from penstock.core.remote.urls import redact_text
 from penstock.models.automodel.proved import audio_types, image_types
 from penstock.models.multimodal import MULTIMODAL
 
-MAX_LAYER_NAMES = 16
-"""Maximum number of layer names in one sentence."""
+MAX_LAYER_NAMES = 16  # Maximum number of layer names in one sentence
 
-Prompting = Literal["chat", "text"]
-"""Whether the tokenizer has a chat template."""
+Prompting = Literal["chat", "text"]  # Whether the tokenizer has a chat template
 
 _CHAT = """\
 messages = [{"role": "user", "content": "Hello!"}]

@@ -14,8 +14,7 @@ from penstock.core import env
 from penstock.core.files import atomic_write
 
 CARD = "README.md"
-LICENSE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*")
-"""License files that must be redistributed."""
+LICENSE_PATTERNS = ("LICENSE*", "LICENCE*", "NOTICE*")  # License files that must be redistributed
 
 LICENSE_PHRASES = {
     "apache-2.0": "apache license version 2.0",
@@ -23,8 +22,7 @@ LICENSE_PHRASES = {
 }
 """Phrases in the first sentences of a license text that identify it, in lower case."""
 
-MAX_SEARCHED_CHARACTERS = 600
-"""Number of characters of a text that are searched."""
+MAX_SEARCHED_CHARACTERS = 600  # Number of characters of a text that are searched
 
 
 @dataclass(frozen=True)
@@ -45,10 +43,8 @@ class License:
 
 
 def detect_license(folder: Path) -> License | None:
-    """The license of the model in `folder`: from its card, else from its license text.
-
-    None if there is neither, or an unreadable card and no text.
-    """
+    """The license of the model in `folder`: from its card, else from its license text. None if
+    there is neither, or an unreadable card and no text."""
     texts = license_files(folder)
     if license_ := _read_card_license(folder / CARD):
         is_relative = license_.link and not license_.link.startswith(("https://", "http://"))

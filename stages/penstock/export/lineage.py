@@ -18,18 +18,12 @@ ROLES = {"train": ("training", "data"), "validation": ("held out", "test")}
 class Lineage:
     """Records of the stages before the export; each may be empty."""
 
-    keys: dict[str, str]
-    """Cache keys by stage, in order."""
-    train: Record
-    """The manifest of the train stage."""
-    packed: Record
-    """Facts of the packed data."""
-    packing: Record
-    """Settings of the pack stage."""
-    prepared: Record
-    """Facts of the prepared data."""
-    pins: Record
-    """Source pins by input name of the prepare stage."""
+    keys: dict[str, str]  # Cache keys by stage, in order
+    train: Record  # The manifest of the train stage
+    packed: Record  # Facts of the packed data
+    packing: Record  # Settings of the pack stage
+    prepared: Record  # Facts of the prepared data
+    pins: Record  # Source pins by input name of the prepare stage
 
     @classmethod
     def of(cls, trained: Artifact) -> "Lineage":

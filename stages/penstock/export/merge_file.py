@@ -1,7 +1,5 @@
 """Merge one safetensors file: copy tensors without an adapter, merge the others in blocks of rows.
-
-The offset of every tensor is known in advance, so several tensors are written concurrently.
-"""
+The offset of every tensor is known in advance, so several tensors are written concurrently."""
 
 import math
 import os
@@ -19,11 +17,9 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.hf.safetensors_writer import file_layout, put
 from penstock.engine.peft.merge_adapter import AdapterMerge
 
-BLOCK_BYTES = 32 << 20
-"""Bytes in fp32 of the rows that one thread merges at a time."""
+BLOCK_BYTES = 32 << 20  # Bytes in fp32 of the rows that one thread merges at a time
 
-THREADS = 4
-"""Maximum number of threads: each has a block in memory, and the disk is the bottleneck."""
+THREADS = 4  # Maximum number of threads: each has a block in memory, and the disk is the bottleneck
 
 MERGED_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 
@@ -39,10 +35,8 @@ class _TensorCopy:
 def write_file(
     weights: SafetensorsFolder, changes: AdapterMerge, names: list[str], source: Path, target: Path
 ) -> None:
-    """Write the tensors `names` of the file `source` to `target`, with `changes` applied.
-
-    Raises CapabilityError for a change that does not match its tensor, and OSError for disk errors.
-    """
+    """Write the tensors `names` of the file `source` to `target`, with `changes` applied. Raises
+    CapabilityError for a change that does not match its tensor, and OSError for disk errors."""
     header, tensors, size = _plan_layout(weights, changes, names, source)
     with source.open("rb") as old, target.open("w+b") as new:
         allocate(new.fileno(), size)

@@ -59,8 +59,7 @@ class Export(Stage):
     trained: Artifact
     origin: ModelSource
     """Only its sources are part of the identity; the key of `trained` covers the rest."""
-    verify: Verify = "load"
-    """Not part of the identity: how the folders are verified."""
+    verify: Verify = "load"  # Not part of the identity: how the folders are verified
 
     def folder_names(self, *, has_adapter: bool) -> list[str]:
         """The folders that a push sends, of a run that trains an adapter or all weights."""
@@ -101,16 +100,13 @@ class Export(Stage):
             settings.mtp,
             self.verify,
         )
-        facts = write_folders(self._checkpoint(), self.origin, form, out)
+        checkpoint = PurePosixPath(self.trained.facts["checkpoint"])
+        if checkpoint.is_absolute() or ".." in checkpoint.parts:
+            raise ArtifactError(
+                f"the manifest in {self.trained.path} names the checkpoint {checkpoint}, which is "
+                "outside of it.\n  Run the train stage again."
+            )
+        facts = write_folders(self.trained.path / checkpoint, self.origin, form, out)
         if settings.model_card:
             write_cards(out, facts, key=stage_key(self), origin=self.origin, trained=self.trained)
         return {**facts, "bytes": sum(bytes_in(out / name) for name in facts["folders"])}
-
-    def _checkpoint(self) -> Path:
-        relative = PurePosixPath(self.trained.facts["checkpoint"])
-        if relative.is_absolute() or ".." in relative.parts:
-            raise ArtifactError(
-                f"the manifest in {self.trained.path} names the checkpoint {relative}, which is "
-                "outside of it.\n  Run the train stage again."
-            )
-        return self.trained.path / relative

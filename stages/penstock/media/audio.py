@@ -1,6 +1,5 @@
 """Decode audio to samples of one channel. Rate and length are read from the header, before anything
-is decoded. WAV files at the model's rate need no further package.
-"""
+is decoded. WAV files at the model's rate need no further package."""
 
 import struct
 from dataclasses import dataclass
@@ -10,8 +9,7 @@ import numpy as np
 from penstock.media.audio_codecs import BadAudio, Samples, decode_other, resample
 from penstock.media.kinds import AUDIO_EXTRA, MAX_BYTES, MissingPackages, has_extra
 
-MAX_SECONDS = 1_800
-"""Maximum length of audio."""
+MAX_SECONDS = 1_800  # Maximum length of audio
 
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
 """Values of `wFormatTag` in a WAV file; of the last, the first two bytes of `SubFormat` say it."""
@@ -27,14 +25,10 @@ class WavHeader:
 
     is_float: bool
     channels: int
-    rate: int
-    """Samples of a channel per second."""
-    bits: int
-    """Of a sample."""
-    start: int
-    """Byte at which the samples begin."""
-    frames: int
-    """Samples of each channel."""
+    rate: int  # Samples of a channel per second
+    bits: int  # Of a sample
+    start: int  # Byte at which the samples begin
+    frames: int  # Samples of each channel
 
     @property
     def seconds(self) -> float:
@@ -74,10 +68,8 @@ def read_wav_header(content: bytes) -> WavHeader:
 
 
 def decode_audio(content: bytes, rate: int) -> Samples:
-    """The samples in [-1, 1] at `rate` Hz; of several channels their mean.
-
-    Raises BadAudio if it cannot be decoded, and MissingPackages as `require_packages`.
-    """
+    """The samples in [-1, 1] at `rate` Hz; of several channels their mean. Raises BadAudio if it
+    cannot be decoded, and MissingPackages as `require_packages`."""
     require_packages(content, rate)
     try:
         header = read_wav_header(content)

@@ -17,19 +17,16 @@ from penstock.media.kinds import BadMedia
 if TYPE_CHECKING:
     from soundfile import SoundFile
 
-MAX_FRAMES = 86_400_000
-"""Maximum samples of a channel: 30 minutes at 48 kHz, 346 MB."""
+MAX_FRAMES = 86_400_000  # Maximum samples of a channel: 30 minutes at 48 kHz, 346 MB
 
 MAX_CHANNELS = 16
 
-BLOCK = 1 << 16
-"""Samples of a channel that are decoded at once."""
+BLOCK = 1 << 16  # Samples of a channel that are decoded at once
 
 UNKNOWN_FRAMES = 1 << 62
 """libsndfile says as many or more of a file whose header does not tell its length."""
 
-QUALITY = "HQ"
-"""That of transformers and librosa."""
+QUALITY = "HQ"  # That of transformers and librosa
 
 Samples = npt.NDArray[np.float32]
 

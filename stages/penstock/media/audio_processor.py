@@ -21,8 +21,7 @@ from penstock.media.model_processor import (
 )
 from penstock.rows.pixel_table import stored
 
-FORMAT = 2
-"""Increase it if the same settings must give other tensors."""
+FORMAT = 2  # Increase it if the same settings must give other tensors
 
 EXTRACTORS = ("feature_extractor", "audio_processor")
 """Names of the feature extractor in a processor."""

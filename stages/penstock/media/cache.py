@@ -22,26 +22,22 @@ from penstock.rows.image_files import MEDIA, ImageFiles, StoredImage, write_imag
 
 log = logging.getLogger("penstock.prepare")
 
-FORMAT = 1
-"""Increase it if the same images must be written differently."""
+FORMAT = 1  # Increase it if the same images must be written differently
 
 
 @dataclass
 class MediaCounts:
     """Images since the process began."""
 
-    used: int = 0
-    """Images of the files that were asked for."""
-    processed: int = 0
-    """Images that were decoded and processed."""
+    used: int = 0  # Images of the files that were asked for
+    processed: int = 0  # Images that were decoded and processed
 
 
 @dataclass(frozen=True)
 class MediaCache:
     """The processed images of one processor in the slice cache."""
 
-    root: Path
-    """Folder of the slice cache."""
+    root: Path  # Folder of the slice cache
     processor: ModelProcessor
     shared: SharedCache | None = None
     counts: MediaCounts = field(default_factory=MediaCounts)
@@ -57,10 +53,8 @@ class MediaCache:
     def get_or_process(
         self, digests: Sequence[bytes], read: Callable[[bytes], bytes]
     ) -> tuple[str, ImageFiles]:
-        """(name of the file below the slice cache's media folder, its images).
-
-        `digests` are distinct; `read` gives the encoded image of each.
-        """
+        """(name of the file below the slice cache's media folder, its images). `digests` are
+        distinct; `read` gives the encoded image of each."""
         name = media_name(digests)
         target = self.folder / f"{name}.arrow"
         files = (f"{MEDIA}/{self.processor.key}/{name}{end}" for end in (".arrow", ".json"))

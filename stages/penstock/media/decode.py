@@ -51,10 +51,8 @@ def read_header(content: bytes) -> ImageHeader:
 
 
 def decode(content: bytes) -> "Image":
-    """The image in RGB, rotated as its EXIF data says; of an animation, the first frame.
-
-    Raises BadImage if it cannot be decoded.
-    """
+    """The image in RGB, rotated as its EXIF data says; of an animation, the first frame. Raises
+    BadImage if it cannot be decoded."""
     from PIL import ImageOps  # noqa: PLC0415 - optional
 
     with _open(content) as image:

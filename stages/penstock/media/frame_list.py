@@ -4,8 +4,7 @@ import json
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-MAGIC = b"\0penstock frames\n"
-"""Begins no file of images or video."""
+MAGIC = b"\0penstock frames\n"  # Begins no file of images or video
 
 
 @dataclass(frozen=True)
@@ -13,8 +12,7 @@ class FrameList:
     """The frames of a video, as encoded images."""
 
     contents: tuple[bytes, ...]
-    fps: float | None
-    """Frames per second; None: unknown."""
+    fps: float | None  # Frames per second; None: unknown
 
 
 def join_frames(contents: list[bytes], fps: float | None) -> bytes:

@@ -4,8 +4,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 
-MAX_BYTES = 128 << 20
-"""Maximum size of an encoded image, or of audio."""
+MAX_BYTES = 128 << 20  # Maximum size of an encoded image, or of audio
 
 
 class BadMedia(Exception):  # noqa: N818 - caught where the record is known
@@ -17,14 +16,12 @@ def first_line(error: Exception) -> str:
     return str(error).strip().partition("\n")[0] or type(error).__name__
 
 
-AUDIO_EXTRA = "audio"
-"""The extra of this package that decodes and resamples audio."""
+AUDIO_EXTRA = "audio"  # The extra of this package that decodes and resamples audio
 
 AUDIO_SUFFIXES = (".aif", ".aiff", ".au", ".caf", ".flac", ".mp3", ".oga", ".ogg", ".opus", ".w64")
 """Suffixes of files that need this extra."""
 
-VIDEO_EXTRA = "video"
-"""The extra of this package that decodes files of video."""
+VIDEO_EXTRA = "video"  # The extra of this package that decodes files of video
 
 VIDEO_SUFFIXES = (".avi", ".m4v", ".mkv", ".mov", ".mp4", ".webm")
 """Suffixes of files that need this extra."""
@@ -47,8 +44,7 @@ class DecodedBy:
 
     extra: str
     suffixes: tuple[str, ...]
-    otherwise: str
-    """What to do without it."""
+    otherwise: str  # What to do without it
 
 
 DECODED_BY: Mapping[str, DecodedBy] = {
@@ -75,17 +71,12 @@ class MissingPackages(BadMedia):
 class MediaKind:
     """A kind of media."""
 
-    name: str
-    """Type of the parts of a message, and the member with its reference."""
-    article: str
-    """Its name in messages: one of it."""
+    name: str  # Type of the parts of a message, and the member with its reference
+    article: str  # Its name in messages: one of it
     plural: str
-    parts: tuple[str, ...]
-    """Types of parts of a message in data."""
-    columns: tuple[str, ...]
-    """Columns with those of a record."""
-    max_bytes: int = MAX_BYTES
-    """Maximum size of an encoded one."""
+    parts: tuple[str, ...]  # Types of parts of a message in data
+    columns: tuple[str, ...]  # Columns with those of a record
+    max_bytes: int = MAX_BYTES  # Maximum size of an encoded one
 
     @property
     def sources(self) -> tuple[str, ...]:
@@ -112,8 +103,7 @@ VIDEO = MediaKind(
     max_bytes=512 << 20,
 )
 
-KINDS: Mapping[str, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}
-"""By name."""
+KINDS: Mapping[str, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}  # By name
 
 WORDS = tuple(keyword for kind in KINDS.values() for keyword in (*kind.parts, *kind.columns))
 """Every record with media has one of these as a column, a member or the type of a part."""

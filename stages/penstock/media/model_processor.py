@@ -22,8 +22,7 @@ from penstock.rows.image_files import StoredImage
 from penstock.rows.pixel_table import StoredTensor
 
 Arrays = dict[str, npt.NDArray[Any]]
-Tensors = dict[str, StoredTensor]
-"""Outputs of a processor, by name."""
+Tensors = dict[str, StoredTensor]  # Outputs of a processor, by name
 
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "preprocessor_config.json"
 CLASS_FILES = (PROCESSOR, IMAGE_PROCESSOR, "tokenizer_config.json", "config.json")
@@ -34,10 +33,8 @@ CLASS_FILES = (PROCESSOR, IMAGE_PROCESSOR, "tokenizer_config.json", "config.json
 class ModelProcessor(ABC):
     """The part of a model's processor for one kind of media, and those that concern text."""
 
-    processor: Any
-    """A `ProcessorMixin` of transformers."""
-    options: Mapping[str, Any]
-    """Keyword arguments of the part for this kind."""
+    processor: Any  # A `ProcessorMixin` of transformers
+    options: Mapping[str, Any]  # Keyword arguments of the part for this kind
     bounds: MediaBounds = field(default=UNBOUNDED, kw_only=True)
 
     kind: ClassVar[MediaKind]
@@ -123,13 +120,13 @@ class ModelProcessor(ABC):
 class ProcessorFiles:
     """The files of a folder or hub repository."""
 
-    where: str
+    location: str
     commit: str | None
 
     @cached_property
     def path(self) -> str:
-        folder = Path(self.where).expanduser()
-        return str(folder) if folder.exists() else self.where
+        folder = Path(self.location).expanduser()
+        return str(folder) if folder.exists() else self.location
 
     @property
     def revision(self) -> str:
@@ -137,7 +134,7 @@ class ProcessorFiles:
 
     @property
     def has_processor(self) -> bool:
-        if self.where.startswith("builtin:"):
+        if self.location.startswith("builtin:"):
             return False
         return any(self._find(name) is not None for name in (PROCESSOR, IMAGE_PROCESSOR))
 
@@ -147,7 +144,7 @@ class ProcessorFiles:
         try:
             value = json.loads(Path(file).read_bytes()) if file else {}
         except (ValueError, RecursionError) as error:
-            raise ConfigError(f"{name} of {self.where} is not JSON: {error}") from error
+            raise ConfigError(f"{name} of {self.location} is not JSON: {error}") from error
         return value if isinstance(value, dict) else {}
 
     def _find(self, name: str) -> str | None:

@@ -15,8 +15,7 @@ from uuid import uuid4
 from penstock.core.files import PART
 from penstock.media.reference import among_several, image_digest
 
-ORIGINALS = "images"
-"""Folder of this store beside the processed images."""
+ORIGINALS = "images"  # Folder of this store beside the processed images
 
 URLS = "urls"
 

@@ -34,16 +34,13 @@ from penstock.rows.pixel_table import PixelTable, StoredTensor, concatenate, sto
 if TYPE_CHECKING:
     from PIL.Image import Image
 
-PIXELS = "pixel_values"
-"""The output with the pixels."""
+PIXELS = "pixel_values"  # The output with the pixels
 
 BACKEND = "pil"
 
-AS_BYTES = {"do_rescale": False, "do_normalize": False}
-"""Options with which pixels stay bytes."""
+AS_BYTES = {"do_rescale": False, "do_normalize": False}  # Options with which pixels stay bytes
 
-FORMAT = 1
-"""Increase it if the same settings must give other tensors."""
+FORMAT = 1  # Increase it if the same settings must give other tensors
 
 CROPS = "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil"
 """Image processors that cut images into crops of one size. An image's mask of pixels is of ones,
@@ -54,11 +51,9 @@ NUM_IMAGES = "batch_num_images"
 """The output with the number of images of each sample, on which the others depend. Stored of each
 image: 1, or 2 if its sample has several."""
 
-FORMS = 1
-"""Increase it if images of samples with several must have other tensors."""
+FORMS = 1  # Increase it if images of samples with several must have other tensors
 
-IN_TEXT = frozenset({"rows", "cols"})
-"""Outputs that tell the text alone where crops are."""
+IN_TEXT = frozenset({"rows", "cols"})  # Outputs that tell the text alone where crops are
 
 PROBES = ((64, 96), (160, 48))
 """Sizes of two images that show whether images are processed independently of each other."""
@@ -68,8 +63,7 @@ PROBES = ((64, 96), (160, 48))
 class ImageProcessor(ModelProcessor):
     """An image processor and the parts of its processor that concern text."""
 
-    table: PixelTable | None = None
-    """How its pixels are stored as bytes; None if they are not."""
+    table: PixelTable | None = None  # How its pixels are stored as bytes; None if they are not
     byte_patches: Any = None
     """The image processor with `_byte_patches`; None if its patches are others."""
     nested: bool = False

@@ -24,11 +24,9 @@ from penstock.media.kinds import IMAGE, KINDS
 
 DATA_URI = "data:"
 WEB = ("http://", "https://")
-SHOWN = 120
-"""Maximum characters of a location in messages."""
+SHOWN = 120  # Maximum characters of a location in messages
 
-Folder = Path | str
-"""A folder of this machine, or the URL of one in an object store."""
+Folder = Path | str  # A folder of this machine, or the URL of one in an object store
 
 
 @dataclass(frozen=True)
@@ -39,10 +37,8 @@ class ImageRef:
     location: str = ""
     content: bytes = b""
     kind: str = IMAGE.name
-    frames: tuple["ImageRef", ...] = ()
-    """The images that a video consists of, in order."""
-    fps: float | None = None
-    """Of these frames, per second; None: unknown."""
+    frames: tuple["ImageRef", ...] = ()  # The images that a video consists of, in order
+    fps: float | None = None  # Of these frames, per second; None: unknown
 
     @property
     def paths(self) -> list[str]:
@@ -157,10 +153,8 @@ def _read_one(ref: ImageRef, root: Folder | None, web: WebImages, allow_private:
 
 
 def image_path(location: str, root: Path) -> Path | None:
-    """The path that a location leads to; None for one that is no path, or leaves `root`.
-
-    Links are not resolved: data of the hub is stored as links out of its folder.
-    """
+    """The path that a location leads to; None for one that is no path, or leaves `root`. Links are
+    not resolved: data of the hub is stored as links out of its folder."""
     if location.startswith((DATA_URI, *WEB)):
         return None
     if location.startswith("file://"):

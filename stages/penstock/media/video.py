@@ -1,6 +1,5 @@
 """Decode video: files by PyAV, and lists of frames, to RGB frames. Container, size and length are
-read from the header, before anything is decoded.
-"""
+read from the header, before anything is decoded."""
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
@@ -23,11 +22,9 @@ from penstock.media.kinds import (
     has_extra,
 )
 
-MAX_SECONDS = 3_600
-"""Maximum length of a video."""
+MAX_SECONDS = 3_600  # Maximum length of a video
 
-MAX_FRAME_PIXELS = 8192 * 4320
-"""Maximum pixels of a frame."""
+MAX_FRAME_PIXELS = 8192 * 4320  # Maximum pixels of a frame
 
 MAX_DECODED_PIXELS = 1 << 39
 """Maximum pixels of all frames of a file together: more than an hour of 1920 x 1080 at 60 frames
@@ -39,8 +36,7 @@ CONTAINERS = {"mov": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": 
 IMAGE_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 """Brands of images in the container of MP4."""
 
-Frame = npt.NDArray[np.uint8]
-"""RGB pixels [height, width, 3]."""
+Frame = npt.NDArray[np.uint8]  # RGB pixels [height, width, 3]
 
 
 class BadVideo(BadMedia):
@@ -52,12 +48,10 @@ class VideoHeader:
     """What is known of a video before it is decoded."""
 
     frames: int
-    fps: float | None
-    """Frames per second; None: unknown."""
+    fps: float | None  # Frames per second; None: unknown
     width: int
     height: int
-    is_sampled: bool = False
-    """Whether its frames are those that are used, as in a list of frames."""
+    is_sampled: bool = False  # Whether its frames are those that are used, as in a list of frames
 
 
 class Video(Protocol):
@@ -165,12 +159,7 @@ class FileVideo:
             # From the start: a seek leads to key frames only, and not exactly in every container.
             for number, frame in enumerate(file.decode(stream)):
                 if number in counts:
-                    if rotation := getattr(frame, "rotation", 0):
-                        raise BadVideo(
-                            f"its frames are to be rotated by {rotation}°, which is not supported; "
-                            "encode it again (ffmpeg -i IN OUT.mp4)"
-                        )
-                    array = frame.to_ndarray(format="rgb24")
+                    array = _to_rgb(frame)
                     if array.shape[:2] != (self.header.height, self.header.width):
                         raise BadVideo("its frames have several sizes, which is not supported")
                     frames_left -= 1
@@ -210,6 +199,15 @@ def _stream(content: bytes, container: str) -> Iterator[tuple[Any, Any]]:
             yield file, stream
     except (av.FFmpegError, EOFError, ValueError, OSError, MemoryError) as error:
         raise BadVideo(f"it is damaged: {first_line(error)}") from error
+
+
+def _to_rgb(frame: Any) -> Frame:
+    if getattr(frame, "rotation", 0):
+        raise BadVideo(
+            f"its frames are to be rotated by {frame.rotation}°, which is not supported; encode it "
+            "again (ffmpeg -i IN OUT.mp4)"
+        )
+    return frame.to_ndarray(format="rgb24")
 
 
 def _container(content: bytes) -> str:

@@ -33,8 +33,7 @@ from penstock.media.video_settings import (
 )
 from penstock.rows.pixel_table import PixelTable, StoredTensor, stored
 
-FORMAT = 1
-"""Increase it if the same settings must give other tensors."""
+FORMAT = 1  # Increase it if the same settings must give other tensors
 
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
@@ -42,14 +41,12 @@ PIXELS, GRID = "pixel_values", "image_grid_thw"
 """Names of the patches and of their grid: those of images, because the vision tower computes videos
 and images alike."""
 
-SECONDS = "second_per_grid_ts"
-"""Seconds of a temporal patch."""
+SECONDS = "second_per_grid_ts"  # Seconds of a temporal patch
 
 INDICES, FPS = "frames_indices", "fps"
 """What the text needs to know: the frames that are used, and frames per second of all."""
 
-MAX_PIXELS = 1 << 27
-"""Maximum pixels of all frames that are used, after resizing."""
+MAX_PIXELS = 1 << 27  # Maximum pixels of all frames that are used, after resizing
 
 
 @dataclass(frozen=True)

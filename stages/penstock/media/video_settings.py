@@ -1,6 +1,5 @@
 """The settings of transformers' video processors of Qwen's models: which frames are used, and how
-large they become. The processors themselves need torchvision, and are not called.
-"""
+large they become. The processors themselves need torchvision, and are not called."""
 
 import math
 from collections.abc import Callable, Mapping
@@ -16,11 +15,9 @@ from penstock.media.video import BadVideo, VideoHeader
 CLIP = (0.48145466, 0.4578275, 0.40821073), (0.26862954, 0.26130258, 0.27577711)
 HALF = (0.5, 0.5, 0.5), (0.5, 0.5, 0.5)
 
-MAX_ASPECT = 200
-"""Of the sides of a frame."""
+MAX_ASPECT = 200  # Of the sides of a frame
 
-BILINEAR, BICUBIC = 2, 3
-"""Values of `resample` (Pillow's) that are supported."""
+BILINEAR, BICUBIC = 2, 3  # Values of `resample` (Pillow's) that are supported
 
 DEFAULT_FPS = 24.0
 """Where the frames per second of a list of frames are not known, as in transformers."""

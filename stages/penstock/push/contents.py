@@ -1,7 +1,5 @@
 """Contents of a push: the files to upload, their names at the target, and obsolete files to delete.
-
-Only files listed in the export's manifest are uploaded, after their digests have been verified.
-"""
+Only files listed in the export's manifest are uploaded, after their digests have been verified."""
 
 import re
 from collections.abc import Iterable, Mapping
@@ -13,8 +11,7 @@ from penstock.core.cache.stage import Artifact
 from penstock.core.cache.verify import MAX_LISTED_FILES, damaged_files
 from penstock.core.errors import ArtifactError
 
-ADAPTER_FOLDER = "adapter"
-"""Folder of an adapter at the target if a full model is pushed with it."""
+ADAPTER_FOLDER = "adapter"  # Folder of an adapter at the target if a full model is pushed with it
 
 # Weight file names that loaders recognize. One left over from an earlier push would be loaded
 # instead of, or in addition to, the new files.
@@ -77,10 +74,8 @@ def list_contents(exported: Artifact) -> list[PushFile]:
 
 
 def obsolete_files(present: Iterable[str], sent: Iterable[PushFile]) -> list[str]:
-    """Weight files at the target that are not part of this push, sorted.
-
-    Only folders that receive files are searched; no other file is ever deleted.
-    """
+    """Weight files at the target that are not part of this push, sorted. Only folders that receive
+    files are searched; no other file is ever deleted."""
     names = {file.name for file in sent}
     folders = {PurePosixPath(name).parent for name in names}
     return sorted(

@@ -25,8 +25,7 @@ from penstock.rows.image_files import MEDIA
 FIELD = "data.push_dataset_to_hub"
 PROVENANCE_FILE = "penstock.json"
 """Provenance file of a key. Its presence marks the key as complete."""
-MAX_COMMIT_TRIES = 5
-"""Number of tries to update the card after concurrent commits."""
+MAX_COMMIT_TRIES = 5  # Number of tries to update the card after concurrent commits
 PRECONDITION_FAILED = 412
 
 
@@ -69,8 +68,7 @@ class DatasetTarget:
     """One configuration of a Hub data set."""
 
     hub: HubRepo
-    config: str
-    """The name of the configuration (a subset of a Hub data set), and of its folder."""
+    config: str  # The name of the configuration (a subset of a Hub data set), and of its folder
 
     def open(self) -> DatasetInfo:
         """Open or create the repository. Raises CapabilityError if it is unsuitable."""
@@ -143,22 +141,14 @@ class DatasetTarget:
                     if self.holds(info):
                         return str(info.sha)
                     continue
-                self._require_committed(sent, done.oid)
+                expected = {addition.path_in_repo for _, addition in sent}
+                missing = sorted(expected - _names(self._info(done.oid)))
+                self.hub.require_committed(missing, len(sent), done.oid)
                 return done.oid
         raise StageError(
             f"{self.hub.repo} was changed by others {MAX_COMMIT_TRIES} times while {self.config} "
             "was added to its card.\n  Run it again: uploaded files are not sent twice."
         )
-
-    def _require_committed(self, sent: list[Sent], commit: str) -> None:
-        committed = _names(self._info(commit))
-        missing = sorted({addition.path_in_repo for _, addition in sent} - committed)
-        if missing:
-            raise StageError(
-                f"{len(missing)} of {len(sent)} files are not in commit {commit} of "
-                f"{self.hub.repo} although the commit succeeded: {', '.join(missing[:5])}.\n"
-                "  Look for them in the repository's .gitignore, then push again."
-            )
 
     def _info(self, revision: str | None = None) -> DatasetInfo:
         return self.hub.api.dataset_info(self.hub.repo, revision=revision)

@@ -1,7 +1,5 @@
 """Push to a Hugging Face Hub repository in one commit; only files that differ are uploaded.
-
-huggingface_hub chooses the transfer of large files (Xet if `hf_xet` is installed, else LFS).
-"""
+huggingface_hub chooses the transfer of large files (Xet if `hf_xet` is installed, else LFS)."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -15,7 +13,6 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.hf_api import RepoFile
 
-from penstock.core.errors import StageError
 from penstock.core.sources.unchanged import git_digest
 from penstock.push.contents import PushFile, obsolete_files
 from penstock.push.hub_errors import HubRepo
@@ -81,7 +78,8 @@ class HubTarget:
                 revision=None if revision == "main" else revision,
                 create_pr=self.settings.create_pr and pull_request is None,
             )
-            self._require_committed(files, done.oid)
+            missing, _ = self._difference(files, done.oid)
+            self.hub.require_committed(missing, len(files), done.oid)
             url = pull_request.url if pull_request else done.pr_url
             return self._receipt(done.oid, url)
 
@@ -118,12 +116,3 @@ class HubTarget:
 
         send = [file.name for file in files if not is_identical(file)]
         return send, obsolete_files(remote, files)
-
-    def _require_committed(self, files: Sequence[PushFile], commit: str) -> None:
-        missing, _ = self._difference(files, commit)
-        if missing:
-            raise StageError(
-                f"{len(missing)} of {len(files)} files are not in commit {commit} of {self._repo} "
-                f"although the commit succeeded: {', '.join(missing[:5])}.\n"
-                "  Look for them in the repository's .gitignore, then push again."
-            )

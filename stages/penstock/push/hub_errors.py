@@ -1,11 +1,8 @@
-"""Hugging Face Hub errors as user-facing errors.
-
-The client's exceptions are not chained: they contain signed URLs, and a failed attempt's log
-contains every chained message.
-"""
+"""Hugging Face Hub errors as user-facing errors. The client's exceptions are not chained: they
+contain signed URLs, and a failed attempt's log contains every chained message."""
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
@@ -30,9 +27,7 @@ class HubRepo:
     @classmethod
     def with_token(cls, repo: str, field: str, *, endpoint: str | None = None) -> "HubRepo":
         """Use the token of the environment or of a login. Raises CapabilityError if there is none.
-
-        The token is only passed to the Hub client and not stored elsewhere.
-        """
+        The token is only passed to the Hub client and not stored elsewhere."""
         token = env.hub_token() or get_token()
         if not token:
             raise CapabilityError(
@@ -55,6 +50,15 @@ class HubRepo:
             ) from None
         except (HTTPError, OSError, RuntimeError, ValueError) as error:
             raise self._to_penstock_error(action, error) from None
+
+    def require_committed(self, missing: Sequence[str], num_files: int, commit: str) -> None:
+        """Raise StageError if files of a commit that succeeded are missing in it."""
+        if missing:
+            raise StageError(
+                f"{len(missing)} of {num_files} files are not in commit {commit} of {self.repo} "
+                f"although the commit succeeded: {', '.join(missing[:5])}.\n"
+                "  Look for them in the repository's .gitignore, then push again."
+            )
 
     def _to_penstock_error(self, action: str, error: BaseException) -> PenstockError:
         status = http_status(error)

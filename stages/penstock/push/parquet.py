@@ -36,10 +36,8 @@ class ParquetFile:
 
 
 def parquet_files(prepared: Artifact, *, file_bytes: int = FILE_BYTES) -> Iterator[ParquetFile]:
-    """The samples of every split in storage order; an empty split has no file.
-
-    Raises ArtifactError if a file differs from the manifest.
-    """
+    """The samples of every split in storage order; an empty split has no file. Raises ArtifactError
+    if a file differs from the manifest."""
     files = prepared.manifest["files"]
     root = prepared.path.resolve()
     outside = [

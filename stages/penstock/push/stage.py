@@ -27,8 +27,7 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("penstock.push")
 
-PLAN = "plan.json"
-"""The differences found by the first attempt; a resumed push reports the same."""
+PLAN = "plan.json"  # The differences found by the first attempt; a resumed push reports the same
 
 _REPO_ID = re.compile(r"[\w.-]+(/[\w.-]+)?")
 

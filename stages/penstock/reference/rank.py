@@ -1,7 +1,5 @@
 """The ranks of the reference stage: compute reference log-probs by forward passes, and save them.
-
-Log-probs are saved periodically, so that an interrupted run keeps what it has computed.
-"""
+Log-probs are saved periodically, so that an interrupted run keeps what it has computed."""
 
 import time
 from typing import Any
@@ -20,8 +18,7 @@ from penstock.train.launch.job import Job
 from penstock.train.launch.stop_request import StopRequest
 from penstock.train.rank import Notify, assembled
 
-SAVE_SECONDS = 30.0
-"""Interval between writes of log-probs."""
+SAVE_SECONDS = 30.0  # Interval between writes of log-probs
 
 
 def reference(
@@ -32,7 +29,12 @@ def reference(
     Returns:
         The facts, None if stopped before the end, and the number of samples computed.
     """
-    missing = _missing_samples(job, ranks)
+    assert job.ref_logprobs is not None
+    missing: list[bytes] = []
+    if ranks.is_main_process:
+        missing = RefLogprobs(job.ref_logprobs).missing(sample_digests(job.packed_dir))
+    # Machines may see new files of a network file system at different times: rank 0's are taken.
+    missing = ranks.all_gather(missing)[0]
     if not missing:
         return {"computed": 0}, 0
     notify(f"{len(missing)} samples are new to this model")
@@ -63,15 +65,6 @@ def reference(
             return None, count
     _save(job, held, ranks)
     return {"computed": count}, count
-
-
-def _missing_samples(job: Job, ranks: ProcessInfo) -> list[bytes]:
-    assert job.ref_logprobs is not None
-    digests: list[bytes] = []
-    if ranks.is_main_process:
-        digests = RefLogprobs(job.ref_logprobs).missing(sample_digests(job.packed_dir))
-    # Machines may see new files of a network file system at different times.
-    return ranks.all_gather(digests)[0]
 
 
 def _save(job: Job, held: list[SampleLogprobs], ranks: ProcessInfo) -> None:

@@ -53,11 +53,9 @@ class Reference(Stage):
 
     settings: ReferenceSettings  # pyright: ignore[reportIncompatibleVariableOverride]
     packed: Artifact
-    origin: ModelSource
-    """The model; its config and weights are part of the cache key."""
+    origin: ModelSource  # The model; its config and weights are part of the cache key
     run_config: RunConfig
-    root: Path
-    """Local folder with the shared log-probs in its subfolder `scores`."""
+    root: Path  # Local folder with the shared log-probs in its subfolder `scores`
     ranks: Literal["torchrun", "this_process"] = "torchrun"
     initial: Source | None = None
     """A checkpoint whose weights, or adapter, replace the model's (`init_checkpoint_path`)."""
@@ -85,10 +83,8 @@ class Reference(Stage):
         return self.root / SCORES / digest_json({**shared_identity, **model})[:16]
 
     def run(self, out: Path) -> Facts:
-        """Compute missing log-probs, and write those of all samples to `out`.
-
-        Raises Interrupted if asked to stop; what has been computed so far is saved.
-        """
+        """Compute missing log-probs, and write those of all samples to `out`. Raises Interrupted if
+        asked to stop; what has been computed so far is saved."""
         from penstock.reference.samples import sample_digests
         from penstock.rows.ref_logprobs import RefLogprobs, drop_damaged, write_scores
 

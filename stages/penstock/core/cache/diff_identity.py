@@ -6,8 +6,7 @@ from typing import Any, cast
 
 ABSENT = "(absent)"
 
-LONGEST = 60
-"""Characters of a text, such as a chat template, that are shown."""
+LONGEST = 60  # Characters of a text, such as a chat template, that are shown
 
 
 @dataclass(frozen=True)

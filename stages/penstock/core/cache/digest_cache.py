@@ -1,16 +1,10 @@
 """SHA-256 file digests, cached in SQLite so that an unchanged file is read once.
 
 A cache row is keyed by (device, inode) and is valid for one size, modification time and change time
-(ctime). A modification time can be set, by `cp -p`, `touch` and `tar`; the kernel alone sets the
-ctime, at every write, link and rename. As in git's index, a file that changed within the
-granularity of the file system's clock before it was read is not cached: a later write could leave
-the same times. A file that this program has written is cached at once, with a modification time
-that no later write gives it and that only the owner of the file can set. The database is in a
-folder that only this user can write to. Values derived from content alone are cached under the
-content digest. Losing the cache costs one read of each file. A damaged row or database counts as a
-cache miss.
+(ctime), which only the kernel sets. Values derived from content alone are cached under the content
+digest. A damaged row or database counts as a cache miss.
 
-`docs/guide/integrity.md` states which bytes are proved when.
+`docs/guide/integrity.md` states which bytes are proved when, and when a digest is remembered.
 """
 
 import hashlib
@@ -55,8 +49,7 @@ BY_SERVER = frozenset({"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "afs",
 MAX_READERS = 8
 """Maximum number of files read concurrently; never more than the number of processors."""
 
-CHECKSUM_DIGITS = 16
-"""Number of hex digits of the digest that each cache row stores of itself."""
+CHECKSUM_DIGITS = 16  # Number of hex digits of the digest that each cache row stores of itself
 
 COLUMNS = (
     "device INTEGER, inode INTEGER, size INTEGER, mtime_ns INTEGER, sha256 TEXT, read_at INTEGER,"
@@ -139,10 +132,8 @@ def keep_cached_across_links(paths: Iterable[Path]) -> Generator[None]:
 
 
 def cached_value(content: str, compute: Callable[[], Any]) -> Any:
-    """Return the JSON value of `compute`, cached under `content`.
-
-    `content` is a digest of everything that the value depends on: the inputs and the algorithm.
-    """
+    """Return the JSON value of `compute`, cached under `content`. `content` is a digest of
+    everything that the value depends on: the inputs and the algorithm."""
     try:
         with closing(_open_database()) as database:
             row = database.execute(

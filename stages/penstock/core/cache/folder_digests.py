@@ -25,8 +25,7 @@ ALGORITHM = "xxh3_128"
 PART_BYTES = 64 << 20
 BLOCK_BYTES = 1 << 20
 """Bytes per read: larger blocks do not fit the processor caches, smaller blocks cost more calls."""
-THREADS = 4
-"""Threads per process that read chunks concurrently."""
+THREADS = 4  # Threads per process that read chunks concurrently
 
 
 class DamagedError(ArtifactError):

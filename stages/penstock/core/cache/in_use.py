@@ -26,10 +26,8 @@ GATE_LOCK = "gate.lock"
 
 @contextmanager
 def pin_artifacts(steps: Iterable[PlannedStage]) -> Generator[None]:
-    """Pin the results of the steps, including those not built yet, while the block runs.
-
-    A root without write permission is not pinned.
-    """
+    """Pin the results of the steps, including those not built yet, while the block runs. A root
+    without write permission is not pinned."""
     keys: defaultdict[Path, list[str]] = defaultdict(list)
     for step in steps:
         key = stage_key(step.stage)

@@ -25,10 +25,8 @@ class ChangedInput:
     name: str
     stage: str
     key: str
-    then: str
-    """The content digest that the artifact was built from."""
-    now: str
-    """The current content digest."""
+    then: str  # The content digest that the artifact was built from
+    now: str  # The current content digest
 
     def __str__(self) -> str:
         return (
@@ -38,10 +36,8 @@ class ChangedInput:
 
 
 def digests_of_inputs(stage: Stage, remembered: Literal["all", "local"] = "all") -> dict[str, str]:
-    """Return the content digest of each input artifact on this machine, by name.
-
-    local: skip mirrors of remote artifacts, which may be out of date.
-    """
+    """Return the content digest of each input artifact on this machine, by name. local: skip
+    mirrors of remote artifacts, which may be out of date."""
     digests: dict[str, str] = {}
     for name, source in stage.inputs.items():
         if not isinstance(source, Artifact) or (remembered == "local" and source.remote):
@@ -73,10 +69,8 @@ def attempt_record(stage: Stage, digests: Mapping[str, str]) -> Record:
 
 
 def read_attempt(folder: Path) -> Record | None:
-    """Return the record of the incomplete artifact in `folder`, or None if there is none.
-
-    Raises ArtifactError if the record is damaged.
-    """
+    """Return the record of the incomplete artifact in `folder`, or None if there is none. Raises
+    ArtifactError if the record is damaged."""
     path = folder / ATTEMPT
     remedy = f"Move {folder} aside, or delete it to begin again."
     try:

@@ -25,8 +25,7 @@ _FIELDS: Mapping[str, type] = {
 }
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 
-RELEASE = "release"
-"""Stage name in the manifests of releases, whose keys are computed differently."""
+RELEASE = "release"  # Stage name in the manifests of releases, whose keys are computed differently
 
 
 def read_manifest(folder: Path) -> Record | None:

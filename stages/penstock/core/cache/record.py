@@ -1,7 +1,5 @@
-"""JSON records with a SHA-256 digest, so that damage is detected on read.
-
-`digest` is the SHA-256 of the canonical JSON of all other fields.
-"""
+"""JSON records with a SHA-256 digest, so that damage is detected on read. `digest` is the SHA-256
+of the canonical JSON of all other fields."""
 
 import hashlib
 import json
@@ -16,8 +14,7 @@ from penstock.version import __version__
 
 DIGEST = "digest"
 
-FORMAT = 1
-"""The newest record format that this version can read."""
+FORMAT = 1  # The newest record format that this version can read
 
 Record = dict[str, Any]
 
@@ -41,10 +38,8 @@ def write_record(path: Path, record: Mapping[str, Any]) -> None:
 
 
 def read_record(path: Path, remedy: str) -> Record:
-    """Read the record in `path`; see `parse_record`.
-
-    Raises FileNotFoundError or NotADirectoryError if there is none.
-    """
+    """Read the record in `path`; see `parse_record`. Raises FileNotFoundError or NotADirectoryError
+    if there is none."""
     try:
         content = path.read_bytes()
     except (FileNotFoundError, NotADirectoryError):
@@ -77,7 +72,14 @@ def parse_record(content: bytes, location: str, remedy: str) -> Record:
         raise ArtifactError(f"{location} is damaged: it is not a JSON object.\n  {remedy}")
     record = cast(Record, value)
     if "format" in record and record["format"] != FORMAT:
-        raise ArtifactError(_unknown_format(record, location, remedy))
+        code = record.get("code")
+        writer = cast(Record, code).get("penstock") if isinstance(code, dict) else None
+        raise ArtifactError(
+            f"{location} has format {record['format']!r}, and penstock {__version__} reads format "
+            f"{FORMAT}: it was written by {f'penstock {writer}' if writer else 'another version'}, "
+            "or is damaged.\n"
+            f"  Install the version that wrote it, or: {remedy[0].lower()}{remedy[1:]}"
+        )
     if DIGEST not in record:
         raise ArtifactError(
             f"{location} is damaged: it has no digest, so it was changed after it was written.\n"
@@ -89,13 +91,3 @@ def parse_record(content: bytes, location: str, remedy: str) -> Record:
             f"it was written.\n  {remedy}"
         )
     return record
-
-
-def _unknown_format(record: Record, location: str, remedy: str) -> str:
-    code = record.get("code")
-    writer = cast(Record, code).get("penstock") if isinstance(code, dict) else None
-    return (
-        f"{location} has format {record['format']!r}, and penstock {__version__} reads format "
-        f"{FORMAT}: it was written by {f'penstock {writer}' if writer else 'another version'}, or "
-        f"is damaged.\n  Install the version that wrote it, or: {remedy[0].lower()}{remedy[1:]}"
-    )

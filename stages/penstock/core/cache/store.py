@@ -59,8 +59,7 @@ from penstock.core.sources.unchanged import pinned_files
 from penstock.core.sources.unchanged import require_unchanged as require_unchanged_sources
 from penstock.version import __version__
 
-MAX_CONCURRENT_FLUSHES = 16
-"""Number of files flushed concurrently."""
+MAX_CONCURRENT_FLUSHES = 16  # Number of files flushed concurrently
 
 REPLACED = ".replaced"
 """Suffix of a complete folder during a rebuild; removed once the new result is complete."""
@@ -73,8 +72,7 @@ Cache = Literal["reuse", "refresh", "off"]
 of this rebuild. off: rebuild from scratch."""
 
 
-WAIT_SECONDS = 1.0
-"""Interval at which a waiting run looks at what the other one builds."""
+WAIT_SECONDS = 1.0  # Interval at which a waiting run looks at what the other one builds
 
 
 def _silent(_: str) -> None:
@@ -87,8 +85,7 @@ class PlannedStage:
 
     stage: Stage
     path: Path
-    remote: str | None = None
-    """The URL of a remote result; `path` is then its local mirror."""
+    remote: str | None = None  # The URL of a remote result; `path` is then its local mirror
 
     @classmethod
     def in_root(cls, stage: Stage, root: str) -> "PlannedStage":
@@ -183,10 +180,8 @@ def get_or_build(
 
 
 def find_cached(step: PlannedStage) -> Record | None:
-    """Return the step's local or remote manifest, or None. Downloads no files.
-
-    Also None if the result is stale, as far as local inputs show.
-    """
+    """Return the step's local or remote manifest, or None. Downloads no files. Also None if the
+    result is stale, as far as local inputs show."""
     manifest = find_complete(step)
     if manifest and changed_inputs(step.stage, manifest, digests_of_inputs(step.stage, "local")):
         return None
@@ -460,10 +455,8 @@ def _find_attempt_to_resume(step: PlannedStage, digests: dict[str, str], notify:
 
 
 def _seal(step: PlannedStage, facts: Record, digests: dict[str, str], seconds: float) -> Record:
-    """Remove temporary files, digest the owned files, and write the manifest last.
-
-    `digests` are the content digests of the inputs, taken before the stage read them.
-    """
+    """Remove temporary files, digest the owned files, and write the manifest last. `digests` are
+    the content digests of the inputs, taken before the stage read them."""
     stage, out = step.stage, step.path
     owned = sorted(stage.owned_files(out))
     # After a power failure, a manifest must not name files whose blocks never reached the disk.

@@ -16,8 +16,7 @@ Verify = Literal["always", "changed", "off"]
 """always: read every file. changed: read files whose metadata changed since their last read. off:
 compare only sizes."""
 
-MAX_LISTED_FILES = 5
-"""Maximum number of damaged files listed in an error."""
+MAX_LISTED_FILES = 5  # Maximum number of damaged files listed in an error
 
 
 def require_sizes(folder: Path, manifest: Mapping[str, Any]) -> None:

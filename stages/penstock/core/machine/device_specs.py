@@ -24,20 +24,14 @@ _FORM_FACTOR_WORDS = re.compile(r"\d+gb|sxm\d?|hbm\d?e?|oam")
 class Device:
     """One accelerator. Rates are per second."""
 
-    bf16: float | None
-    """FLOP/s in bf16 and fp16; None if bf16 is not supported."""
-    fp32: float
-    """FLOP/s in fp32 without TF32."""
-    fp8: float | None
-    """FLOP/s in FP8; None if FP8 matmuls are not supported."""
-    memory: float
-    """Device memory in bytes."""
-    bandwidth: float
-    """Memory bandwidth in bytes."""
+    bf16: float | None  # FLOP/s in bf16 and fp16; None if bf16 is not supported
+    fp32: float  # FLOP/s in fp32 without TF32
+    fp8: float | None  # FLOP/s in FP8; None if FP8 matmuls are not supported
+    memory: float  # Device memory in bytes
+    bandwidth: float  # Memory bandwidth in bytes
     link: float
     """Interconnect bandwidth in bytes to the other accelerators of the machine, per direction."""
-    fp16: float | None = None
-    """FLOP/s in fp16 if different from bf16."""
+    fp16: float | None = None  # FLOP/s in fp16 if different from bf16
 
     def peak(self, precision: Precision) -> float | None:
         if precision == "fp16":

@@ -6,16 +6,14 @@ from dataclasses import dataclass
 
 from penstock.core import env
 
-TIMEOUT_SECONDS = 30
-"""Timeout in seconds; `nvidia-smi` returns within one unless a device hangs."""
+TIMEOUT_SECONDS = 30  # Timeout in seconds; `nvidia-smi` returns within one unless a device hangs
 
 
 @dataclass(frozen=True)
 class Gpus:
     """The CUDA devices of this machine."""
 
-    count: int
-    """Number of devices available to this process."""
+    count: int  # Number of devices available to this process
     capability: tuple[int, int] | None = None
     """The highest compute capability of any device; None if unknown."""
     has_nvlink: bool | None = None

@@ -24,8 +24,7 @@ PROC = Path("/proc")
 PR_SET_PDEATHSIG = 1
 SIOCGIFADDR = 0x8915
 AT_FDCWD = -100
-RENAME_EXCHANGE = 2
-"""Flag of renameat2(2), from linux/fs.h."""
+RENAME_EXCHANGE = 2  # Flag of renameat2(2), from linux/fs.h
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
 """Errors of a system call that this kernel, file system or sandbox does not have."""
 
@@ -141,10 +140,8 @@ def signal_on_parent_death(number: int) -> bool:
 
 
 def exchange(first: Path, second: Path) -> bool:
-    """Exchange the names of two existing paths in one step. False if this is not supported.
-
-    Raises OSError.
-    """
+    """Exchange the names of two existing paths in one step. False if this is not supported. Raises
+    OSError."""
     try:
         rename = ctypes.CDLL(None, use_errno=True).renameat2
     except (AttributeError, OSError):  # not Linux, or glibc before 2.28
@@ -159,10 +156,8 @@ def exchange(first: Path, second: Path) -> bool:
 
 
 def allocate(descriptor: int, size: int) -> None:
-    """Give an empty file that size, with its blocks where the file system can reserve them.
-
-    Raises OSError, for a full disk where blocks are reserved.
-    """
+    """Give an empty file that size, with its blocks where the file system can reserve them. Raises
+    OSError, for a full disk where blocks are reserved."""
     if hasattr(os, "posix_fallocate"):
         os.posix_fallocate(descriptor, 0, size)
     else:
@@ -171,9 +166,7 @@ def allocate(descriptor: int, size: int) -> None:
 
 def copy_file_range(old: int, new: int, count: int, source: int, target: int) -> int | None:
     """Number of bytes that the kernel copied from the file `old` at `source` to `new` at `target`.
-
-    None if it cannot copy between these two files. Raises OSError.
-    """
+    None if it cannot copy between these two files. Raises OSError."""
     try:
         return os.copy_file_range(old, new, count, source, target)
     except AttributeError:

@@ -1,7 +1,5 @@
-"""Output of child processes, which is bytes, on a text stream that may have no bytes beneath it.
-
-A terminal's stream has a `buffer`. That of a notebook, or of a GUI's console, has none.
-"""
+"""Output of child processes, which is bytes, on a text stream that may have no bytes beneath it. A
+terminal's stream has a `buffer`. That of a notebook, or of a GUI's console, has none."""
 
 import codecs
 from typing import Protocol, TextIO

@@ -17,8 +17,7 @@ SIZE = 512
 
 SUFFIX = ".pulse"
 
-MAX_STORED_PHASES = 64
-"""Number of stored phases: more than come before the first training step."""
+MAX_STORED_PHASES = 64  # Number of stored phases: more than come before the first training step
 
 
 @dataclass
@@ -28,16 +27,13 @@ class RankStatus:
     rank: int
     pid: int
     host: str
-    step: int = 0
-    """Number of completed steps."""
+    step: int = 0  # Number of completed steps
     marks: int = 0
     """Number of phases begun since the last completed step. The rank with fewer phases is behind.
     """
     phase: str = "starting"
-    waiting: bool = False
-    """Whether the rank is in a collective operation."""
-    since: float = 0.0
-    """Start of the phase in seconds since the epoch."""
+    waiting: bool = False  # Whether the rank is in a collective operation
+    since: float = 0.0  # Start of the phase in seconds since the epoch
 
     @property
     def progress(self) -> tuple[int, int]:
@@ -46,10 +42,8 @@ class RankStatus:
 
 
 class Heartbeat:
-    """Writes the heartbeat of this process. Without a folder it writes nothing.
-
-    A write takes microseconds and never raises: a failed heartbeat must not stop training.
-    """
+    """Writes the heartbeat of this process. Without a folder it writes nothing. A write takes
+    microseconds and never raises: a failed heartbeat must not stop training."""
 
     def __init__(self, folder: Path | None = None, *, rank: int = 0) -> None:
         self._status = RankStatus(rank, os.getpid(), platform.node())

@@ -8,8 +8,7 @@ from contextlib import suppress
 from penstock.core.errors import StageError
 from penstock.core.machine.linux import interface_of
 
-PORT = 29500
-"""Default port of the first machine."""
+PORT = 29500  # Default port of the first machine
 
 RENDEZVOUS_TIMEOUT_SECONDS = 900.0
 """Seconds that a machine waits for the first one, whose image may still be pulled."""
@@ -80,10 +79,8 @@ def listening_address(host: str) -> str:
 
 
 def interface_towards(host: str) -> str | None:
-    """The network interface by which this machine reaches `host`, or is reached as `host`.
-
-    None if unknown: not on Linux, over IPv6, or for this machine's own host name (127.0.1.1).
-    """
+    """The network interface by which this machine reaches `host`, or is reached as `host`. None if
+    unknown: not on Linux, over IPv6, or for this machine's own host name (127.0.1.1)."""
     with suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as asking:
         asking.connect((host, PORT))  # Connecting a datagram socket sends nothing.
         own = asking.getsockname()[0]

@@ -10,17 +10,14 @@ from penstock.core.remote.errors import StorageError, classify_error, iter_cause
 
 Result = TypeVar("Result")
 
-RUN_TRIES = 7
-"""Number of tries during a run: survives about half a minute without a connection."""
+RUN_TRIES = 7  # Number of tries during a run: survives about half a minute without a connection
 
-PLANNING_TRIES = 3
-"""Number of tries while a run is planned, because a user waits for the result."""
+PLANNING_TRIES = 3  # Number of tries while a run is planned, because a user waits for the result
 
 FIRST_PAUSE, LONGEST_PAUSE = 0.25, 10.0
 """Seconds before the first retry, and the maximum; each pause doubles the previous one."""
 
-LONGEST_ASKED = 60.0
-"""Maximum of the seconds that a server's Retry-After is followed."""
+LONGEST_ASKED = 60.0  # Maximum of the seconds that a server's Retry-After is followed
 
 
 def is_transient(error: BaseException) -> bool:
@@ -46,10 +43,8 @@ def backoff_seconds(tries: int, first: float) -> list[float]:
 def retry_with_backoff(
     call: Callable[[], Result], pauses: Sequence[float], notify: Callable[[str], None]
 ) -> Result:
-    """Return the result of `call`; after each pause, call it again if its error is transient.
-
-    There is no random jitter: machines that work together pause for equally long and stay in step.
-    """
+    """Return the result of `call`; after each pause, call it again if its error is transient. There
+    is no random jitter: machines that work together pause for equally long and stay in step."""
     for seconds in pauses:
         try:
             return call()
@@ -62,11 +57,8 @@ def retry_with_backoff(
 
 
 def retry_until_connected(call: Callable[[], Result], *, tries: int = RUN_TRIES) -> Result:
-    """Return the result of `call`; retry while the connection is lost.
-
-    Raises StorageError for errors that a retry cannot fix, and OSError for errors of the local
-    disk.
-    """
+    """Return the result of `call`; retry while the connection is lost. Raises StorageError for
+    errors that a retry cannot fix, and OSError for errors of the local disk."""
     pause = FIRST_PAUSE
     while True:
         tries -= 1

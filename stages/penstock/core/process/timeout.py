@@ -13,10 +13,8 @@ class _TimeoutReached(BaseException):
 
 
 class Deadline:
-    """A time limit for a block in the main thread; None is unlimited.
-
-    Uses a signal, which interrupts sleeps and waits for children; a thread could not.
-    """
+    """A time limit for a block in the main thread; None is unlimited. Uses a signal, which
+    interrupts sleeps and waits for children; a thread could not."""
 
     def __init__(self, seconds: float | None) -> None:
         self._seconds = seconds

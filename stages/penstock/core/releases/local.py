@@ -236,9 +236,7 @@ def parse_decisions(contents: Iterable[tuple[bytes, str]]) -> list[Record]:
 
 def parse_withdrawn(content: bytes | None, location: str) -> list[int]:
     """Parse `withdrawn.json`, which was a bare list in earlier versions; empty if there is none.
-
-    Raises ArtifactError if it is damaged.
-    """
+    Raises ArtifactError if it is damaged."""
     if content is None:
         return []
     with suppress(ValueError, RecursionError):

@@ -11,7 +11,6 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import suppress
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Literal, TypeVar
 
 from penstock.core.cache.digest_cache import sha256_file
@@ -32,8 +31,7 @@ MAX_CONCURRENT_TRANSFERS = 8
 
 CHUNK = 4 << 20
 
-INTERVAL = 2.0
-"""Seconds between scans for files to upload while a stage runs."""
+INTERVAL = 2.0  # Seconds between scans for files to upload while a stage runs
 
 Item = TypeVar("Item")
 
@@ -228,10 +226,8 @@ def _file_stamp(path: Path) -> dict[str, Any]:
 
 
 class BackgroundUploader:
-    """Uploads a stage's intermediate files as they appear, and the remaining ones at the end.
-
-    A lost connection does not stop the stage: it is logged once, and the upload is retried.
-    """
+    """Uploads a stage's intermediate files as they appear, and the remaining ones at the end. A
+    lost connection does not stop the stage: it is logged once, and the upload is retried."""
 
     def __init__(self, depot: RemoteArtifact, stage: Stage, notify: Callable[[str], None]) -> None:
         self._depot, self._stage, self._notify = depot, stage, notify
@@ -243,9 +239,7 @@ class BackgroundUploader:
     def __enter__(self) -> None:
         self._thread.start()
 
-    def __exit__(
-        self, _: type | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, _: object, error: BaseException | None, trace: object) -> None:
         """Upload the rest. An upload failure is raised only if nothing else has failed."""
         self._ended.set()
         self._thread.join()
@@ -258,9 +252,7 @@ class BackgroundUploader:
 
     def send(self, when: Literal["meanwhile", "at the end"]) -> None:
         """Upload new files, group by group, and delete remote files that were deleted locally.
-
-        Files that keep changing are uploaded together with others, and at the end.
-        """
+        Files that keep changing are uploaded together with others, and at the end."""
         *groups, changing = self._stage.files_to_upload(self._depot.folder) or [[]]
         if not groups and not changing:
             return

@@ -16,23 +16,18 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
-from types import TracebackType
 from typing import Any, cast
 
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.remote.path import RemotePath
 
-LEASES = ".leases"
-"""Folder of the leases, inside the folder that they protect."""
+LEASES = ".leases"  # Folder of the leases, inside the folder that they protect
 
-TERM = 45.0
-"""Seconds after which an unchanged lease expires."""
+TERM = 45.0  # Seconds after which an unchanged lease expires
 
-RENEWALS = 5
-"""Renewals per term."""
+RENEWALS = 5  # Renewals per term
 
-POLL = 1.0
-"""Seconds between polls of a lease that another process holds."""
+POLL = 1.0  # Seconds between polls of a lease that another process holds
 
 
 class Lease:
@@ -59,13 +54,12 @@ class Lease:
         last_seen, since, is_notified = None, time.monotonic(), False
         while True:
             number, record = self._highest()
-            if self._is_free(record):
-                if self._claim(number + 1):
-                    return True
-                continue
-            if record != last_seen:
+            # None: there is no lease, or its owner deleted it between the listing and the read.
+            is_free = record is None or record.get("state") == "released"
+            is_own = record is not None and record.get("holder") == self._holder
+            if not (is_free or is_own) and record != last_seen:
                 last_seen, since = record, time.monotonic()
-            elif time.monotonic() - since > self._term:
+            elif is_free or is_own or time.monotonic() - since > self._term:
                 if self._claim(number + 1):
                     return True
                 continue
@@ -108,12 +102,7 @@ class Lease:
         self._renewal_thread.start()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         if not self._stop_event.is_set():
             self.release()
 
@@ -123,13 +112,15 @@ class Lease:
         if not numbers:
             return 0, None
         content = (self._leases / _name(max(numbers))).read()
-        return max(numbers), _parse(content) if content else None
-
-    def _is_free(self, record: dict[str, Any] | None) -> bool:
-        # There is no lease, or its owner deleted it between the listing and the read.
-        if record is None:
-            return True
-        return record.get("state") == "released" or record.get("holder") == self._holder
+        if not content:
+            return max(numbers), None
+        try:
+            record = json.loads(content)
+        except (ValueError, RecursionError):
+            record = None
+        # A damaged lease counts as held, so that its term is waited for.
+        is_record = isinstance(record, dict)
+        return max(numbers), cast("dict[str, Any]", record) if is_record else {"damaged": True}
 
     def _claim(self, number: int) -> bool:
         """Create the lease of that number; True if this process did and no higher number exists."""
@@ -173,15 +164,6 @@ class Lease:
         self._stop_event.set()
         if self._renewal_thread:
             self._renewal_thread.join()
-
-
-def _parse(content: bytes) -> dict[str, Any]:
-    """Parse a lease. A damaged lease is reported as such, so that its term is waited for."""
-    try:
-        record = json.loads(content)
-    except (ValueError, RecursionError):
-        record = None
-    return cast("dict[str, Any]", record) if isinstance(record, dict) else {"damaged": True}
 
 
 def _name(number: int) -> str:

@@ -1,7 +1,5 @@
-"""Local mirror of a remote folder: stages work in the mirror, artifacts are stored remotely.
-
-The mirror is a cache. Losing it costs a download of complete artifacts, and incomplete work.
-"""
+"""Local mirror of a remote folder: stages work in the mirror, artifacts are stored remotely. The
+mirror is a cache. Losing it costs a download of complete artifacts, and incomplete work."""
 
 import re
 import uuid

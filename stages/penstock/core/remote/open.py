@@ -19,8 +19,7 @@ from penstock.core.remote.stream import RemoteStream
 from penstock.core.remote.urls import is_url, local_path
 from penstock.core.remote.version import VERSIONS, all_versions, content_version
 
-BUFFER = 256 << 10
-"""Buffer size of line readers in bytes."""
+BUFFER = 256 << 10  # Buffer size of line readers in bytes
 
 CHUNK = 1 << 20
 

@@ -29,16 +29,14 @@ from penstock.core.remote.web import WebFile
 Info = Mapping[str, Any]
 """File metadata of a store: `size` in bytes, and version fields whose names depend on the store."""
 
-S3_PART = 16 << 20
-"""Part size of a multipart upload in bytes; four parts are sent concurrently."""
+S3_PART = 16 << 20  # Part size of a multipart upload in bytes; four parts are sent concurrently
 
 _PARTS: Mapping[str, Mapping[str, int]] = {
     "s3": {"chunksize": S3_PART, "max_concurrency": 4},
     "azure": {"max_concurrency": 4},
 }
 
-S3_TRIES = 3
-"""Tries of s3fs per part, before the whole call is retried here."""
+S3_TRIES = 3  # Tries of s3fs per part, before the whole call is retried here
 
 
 @dataclass(frozen=True)
@@ -53,10 +51,8 @@ class RemotePath:
 
     @classmethod
     def from_url(cls, url: str, *, is_trusted: bool = True) -> "RemotePath":
-        """The path of that URL, without any request.
-
-        Raises ConfigError for an unknown scheme, CapabilityError if its package is not installed.
-        """
+        """The path of that URL, without any request. Raises ConfigError for an unknown scheme,
+        CapabilityError if its package is not installed."""
         scheme = url_scheme(url)
         try:
             url_to_fs: Any = import_module("fsspec.core").url_to_fs

@@ -3,8 +3,7 @@
 import urllib.request
 from urllib.error import HTTPError, URLError
 
-TIMEOUT = 5.0
-"""Seconds."""
+TIMEOUT = 5.0  # Seconds
 
 WITHOUT_PASSWORD = (
     "answers without a password: whoever reaches it, a page in a browser on its machine included, "
@@ -14,10 +13,8 @@ WITHOUT_PASSWORD = (
 
 
 def asks_for_password(api_url: str) -> bool | None:
-    """Whether the server at `PREFECT_API_URL` refuses a request that has no password.
-
-    None if it cannot be reached within `TIMEOUT`, or answers with another error.
-    """
+    """Whether the server at `PREFECT_API_URL` refuses a request that has no password. None if it
+    cannot be reached within `TIMEOUT`, or answers with another error."""
     if not api_url.startswith(("http://", "https://")):
         return None
     try:

@@ -16,8 +16,7 @@ from penstock.core.remote.path import RemotePath, require_relative
 
 CHUNK = 4 << 20
 
-Files = tuple[str, ...]
-"""Names that belong together; the last one marks the group as complete."""
+Files = tuple[str, ...]  # Names that belong together; the last one marks the group as complete
 
 
 @dataclass(frozen=True)

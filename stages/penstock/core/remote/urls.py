@@ -21,8 +21,7 @@ PACKAGE_OF: Mapping[str, str | None] = {
 }
 """The supported schemes, and the extra of this package that each needs."""
 
-WEB = frozenset({"http", "https"})
-"""Schemes of single files, without listing or writing."""
+WEB = frozenset({"http", "https"})  # Schemes of single files, without listing or writing
 
 _URL = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*://[^\s'\"<>|]+")
 

@@ -5,8 +5,7 @@ from typing import Any
 
 from penstock.core.remote.path import Info
 
-VERSIONS = ("md5", "etag", "generation", "modified")
-"""Names of identifiers in pins."""
+VERSIONS = ("md5", "etag", "generation", "modified")  # Names of identifiers in pins
 
 
 def content_version(info: Info) -> dict[str, str] | None:

@@ -18,8 +18,7 @@ from penstock.core.remote import addresses, answers
 from penstock.core.remote.answers import AnswerError, ChangedError
 from penstock.core.remote.urls import WEB, redact, redact_text
 
-RESPONSE_SECONDS = 60.0
-"""From a request to the end of the headers of its answer."""
+RESPONSE_SECONDS = 60.0  # From a request to the end of the headers of its answer
 
 MAX_REDIRECTS = 10
 
@@ -30,8 +29,7 @@ VERSION_HEADERS = ("ETag", "Last-Modified")
 RACY_SECONDS = 2
 """A modification time this close to the time of the answer does not tell versions apart."""
 
-_NO_RANGES = (400, 405, 416, 501)
-"""Answers to a range request by servers that answer a plain one."""
+_NO_RANGES = (400, 405, 416, 501)  # Answers to a range request by servers that answer a plain one
 
 
 async def _public_client(**options: Any) -> Any:
@@ -41,10 +39,8 @@ async def _public_client(**options: Any) -> Any:
 
 
 class WebFile:
-    """A file on a web server. `system` is fsspec's file system for it.
-
-    Unless `is_trusted`, the URL comes from data, and no address but a public one is connected to.
-    """
+    """A file on a web server. `system` is fsspec's file system for it. Unless `is_trusted`, the URL
+    comes from data, and no address but a public one is connected to."""
 
     def __init__(self, url: str, system: Any, *, is_trusted: bool = True) -> None:
         self._url = url

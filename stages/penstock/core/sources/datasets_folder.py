@@ -1,7 +1,5 @@
-"""Folders of `datasets.save_to_disk`: a Dataset, or a DatasetDict with one folder per split.
-
-The metadata files list the data files and their order. Other files in the folder are caches.
-"""
+"""Folders of `datasets.save_to_disk`: a Dataset, or a DatasetDict with one folder per split. The
+metadata files list the data files and their order. Other files in the folder are caches."""
 
 import json
 import re

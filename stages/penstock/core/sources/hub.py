@@ -14,10 +14,7 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja", "*.tikt
 
 def local_folder(typed: str, source: Source, patterns: Sequence[str] = MODEL_FILES) -> Path:
     """The local folder of `source`: `typed` itself, or the files downloaded from its URL or at the
-    Hub commit.
-
-    Raises CapabilityError if it cannot be downloaded and is not cached.
-    """
+    Hub commit. Raises CapabilityError if it cannot be downloaded and is not cached."""
     if source.pin["kind"] != "hub":
         return download_source(source) if is_url(typed) else Path(typed).expanduser()
     from huggingface_hub import snapshot_download  # pyright: ignore[reportUnknownVariableType]

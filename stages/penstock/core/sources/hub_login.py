@@ -5,11 +5,8 @@ from penstock.core.errors import CapabilityError
 
 
 def require_login(wanted_by: str) -> None:
-    """Raise CapabilityError unless the environment or a login has a Hub token.
-
-    `wanted_by` is the setting that needs the token. The Hub is not asked whether the token is
-    valid.
-    """
+    """Raise CapabilityError unless the environment or a login has a Hub token. `wanted_by` is the
+    setting that needs the token. The Hub is not asked whether the token is valid."""
     from huggingface_hub import get_token
 
     if not (env.hub_token() or get_token()):

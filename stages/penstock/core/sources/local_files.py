@@ -1,7 +1,5 @@
-"""Resolve a local path, folder or glob to data files.
-
-Reads no records. Every error is a ConfigError with the path as the user typed it.
-"""
+"""Resolve a local path, folder or glob to data files. Reads no records. Every error is a
+ConfigError with the path as the user typed it."""
 
 import difflib
 import re

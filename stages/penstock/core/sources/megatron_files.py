@@ -1,7 +1,5 @@
-"""Megatron-LM indexed datasets by name: `<prefix>.idx` and `<prefix>.bin`.
-
-Users specify the prefix. The files are found here and read in `penstock.prepare.readers.megatron`.
-"""
+"""Megatron-LM indexed datasets by name: `<prefix>.idx` and `<prefix>.bin`. Users specify the
+prefix. The files are found here and read in `penstock.prepare.readers.megatron`."""
 
 from collections.abc import Sequence
 from pathlib import Path
@@ -40,11 +38,8 @@ def add_data_files(files: Sequence[Path]) -> tuple[Path, ...]:
 
 
 def split_range(documents: int, splits: str, part: str) -> range:
-    """The document range of a split, divided as in Megatron-LM.
-
-    `splits` are the weights of train, validation and test, such as `980,10,10`; `part` is one of
-    these names.
-    """
+    """The document range of a split, divided as in Megatron-LM. `splits` are the weights of train,
+    validation and test, such as `980,10,10`; `part` is one of these names."""
     shares = parse_splits(splits)
     bounds = [0]
     for share in shares:
@@ -60,10 +55,8 @@ PARTS = ("train", "validation", "test")
 
 
 def parse_splits(splits: str) -> tuple[float, float, float]:
-    """Parse a text such as `980,10,10`; missing trailing numbers are 0.
-
-    Raises ValueError for anything else.
-    """
+    """Parse a text such as `980,10,10`; missing trailing numbers are 0. Raises ValueError for
+    anything else."""
     try:
         shares = [float(share) for share in splits.replace("/", ",").split(",")]
     except ValueError:

@@ -8,8 +8,7 @@ from penstock.core.errors import ConfigError
 SHARD = re.compile(r"dp_rank_\d+_tp_rank_\d+_pp_rank_\d+(\..*)?")
 """File and folder names of one rank's shards."""
 
-DEPTH = 3
-"""Maximum folder depth of shards: `<checkpoint>/<tag>/model/<rank>`."""
+DEPTH = 3  # Maximum folder depth of shards: `<checkpoint>/<tag>/model/<rank>`
 
 
 def reject_nxd_checkpoint(path: str, field: str) -> None:

@@ -90,8 +90,7 @@ ADAPTER_FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 COMMIT = re.compile(r"[0-9a-f]{40}")
 HUB_ID = re.compile(r"[\w.-]+(/[\w.-]+)?", re.ASCII)
-HUB_TIMEOUT = 15.0
-"""Timeout in seconds for the Hub to resolve a commit."""
+HUB_TIMEOUT = 15.0  # Timeout in seconds for the Hub to resolve a commit
 
 
 def pin_data(
@@ -179,10 +178,8 @@ def has_processor_files(tokenizer: Source) -> bool:
 
 
 def pin_model(path: str, revision: str | None = None) -> Source:
-    """Pin a model: its config and safetensors weights, or a config alone.
-
-    Raises ConfigError for a folder without either, CapabilityError if the Hub cannot be reached.
-    """
+    """Pin a model: its config and safetensors weights, or a config alone. Raises ConfigError for a
+    folder without either, CapabilityError if the Hub cannot be reached."""
     if path.startswith("builtin:"):
         return _pin_builtin(path, BUILTIN_MODELS)
     if is_url(path):
@@ -204,10 +201,8 @@ def check_model(path: str) -> None:
 
 
 def pin_encoder(path: str) -> Source:
-    """Pin the config.json and the image processor of a vision model, without its weights.
-
-    Raises ConfigError for a folder without them, CapabilityError if the Hub cannot be reached.
-    """
+    """Pin the config.json and the image processor of a vision model, without its weights. Raises
+    ConfigError for a folder without them, CapabilityError if the Hub cannot be reached."""
     if path.startswith("builtin:"):
         return _pin_builtin(path, BUILTIN_ENCODERS)
     remedy = "Name the folder of a vision model, with the file that says how images are prepared."
@@ -215,10 +210,8 @@ def pin_encoder(path: str) -> Source:
 
 
 def pin_adapter(path: str) -> Source:
-    """Pin an adapter in PEFT format.
-
-    Raises ConfigError for a folder without one, CapabilityError if the Hub cannot be reached.
-    """
+    """Pin an adapter in PEFT format. Raises ConfigError for a folder without one, CapabilityError
+    if the Hub cannot be reached."""
     remedy = (
         "Name a folder written by PEFT or penstock export; pickled weights (.bin) are not read, "
         "because unpickling can run code."
@@ -295,10 +288,8 @@ def is_checkpoint(path: str) -> bool:
 
 
 def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Source:
-    """Pin the training checkpoint in `field`: every file of its folder.
-
-    Raises ConfigError if it is not a folder or is incomplete.
-    """
+    """Pin the training checkpoint in `field`: every file of its folder. Raises ConfigError if it is
+    not a folder or is incomplete."""
     if is_url(path):
         source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
     else:

@@ -34,8 +34,7 @@ from penstock.core.sources.remote_files import (
 
 log = logging.getLogger("penstock.prepare")
 
-DOWNLOAD_FOLDER = "fetched"
-"""Content-addressed folder of downloaded files in the user's cache."""
+DOWNLOAD_FOLDER = "fetched"  # Content-addressed folder of downloaded files in the user's cache
 
 CHUNK = 4 << 20
 
@@ -49,10 +48,8 @@ def pin_remote_data(
 
 
 def pin_remote_files(url: str, patterns: Sequence[str], lacking: str) -> Source:
-    """Pin the files of a folder that match `patterns`, or a single file.
-
-    Raises ConfigError with the text `lacking` if there are none.
-    """
+    """Pin the files of a folder that match `patterns`, or a single file. Raises ConfigError with
+    the text `lacking` if there are none."""
     path = RemotePath.from_url(url)
     info = path.info(tries=PLANNING_TRIES)
     name = split_parent(redact(url))[1]

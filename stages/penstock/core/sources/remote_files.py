@@ -1,8 +1,5 @@
-"""Resolve a URL to data files: a file, a folder (prefix) or a glob, as for local paths.
-
-Only lists files and reads no content, so missing files and denied access are known before any work
-starts.
-"""
+"""Resolve a URL to data files: a file, a folder (prefix) or a glob, as for local paths. Only lists
+files and reads no content, so missing files and denied access are known before any work starts."""
 
 import json
 from collections.abc import Sequence
@@ -40,10 +37,8 @@ class RemoteFiles:
 def find_remote_data(
     url: str, *, split: str | None, data_files: Sequence[str] | None, ds_type: str | None
 ) -> RemoteFiles:
-    """The data files of the URL, or those named by `data_files` in that folder.
-
-    Raises ConfigError if there are none, CapabilityError if access is denied.
-    """
+    """The data files of the URL, or those named by `data_files` in that folder. Raises ConfigError
+    if there are none, CapabilityError if access is denied."""
     local_files.check_split(redact(url), split)
     remote = _find(url, split, data_files, ds_type)
     for file in remote.files:

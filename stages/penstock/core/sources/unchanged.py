@@ -15,8 +15,7 @@ from penstock.core.errors import StageError
 from penstock.core.os_errors import describe_os_error
 from penstock.core.sources.pin_remote import downloaded_files
 
-PinnedFile = tuple[Path, str]
-"""A local file and its digest: SHA-256, or 40 digits of git's SHA-1."""
+PinnedFile = tuple[Path, str]  # A local file and its digest: SHA-256, or 40 digits of git's SHA-1
 
 _DIGEST = re.compile(r"[0-9a-f]{64}|[0-9a-f]{40}")
 
