@@ -286,16 +286,16 @@ COMPUTED: Mapping[str, Rule] = {
         "nothing begins again",
     ),
     "precision.type": _precision,
-    **{
-        key: rule.where("precision.type", "manual", then=manual)
-        for key, manual in {
-            **dict.fromkeys(("precision.master_weights", *BITS), rule.decides("train.precision")),
-            "precision.fp32_grad_acc": rule.decides(
-                "train.grad_accum_dtype", "train.fsdp_reduce_dtype"
-            ),
-            ROUNDING: _rounding,
-        }.items()
-    },
+    **dict.fromkeys(
+        ("precision.master_weights", *BITS),
+        rule.where("precision.type", "manual", then=rule.decides("train.precision")),
+    ),
+    "precision.fp32_grad_acc": rule.where(
+        "precision.type",
+        "manual",
+        then=rule.decides("train.grad_accum_dtype", "train.fsdp_reduce_dtype"),
+    ),
+    ROUNDING: rule.where("precision.type", "manual", then=_rounding),
 }
 
 DEFAULTS: Mapping[str, Any] = {

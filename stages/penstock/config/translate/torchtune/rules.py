@@ -83,6 +83,10 @@ def _model(entry: Entry) -> None:
     entry.explain("config.json in checkpointer.checkpoint_dir says the architecture")
 
 
+def _of_adapters(apply: Rule) -> Rule:
+    return rule.when(_is_adapted, apply, "read with adapters alone")
+
+
 def _of_pairs(name: str) -> Rule:
     return rule.when(
         lambda entry: _last(entry.get(LOSS, "")) in PREFERENCE_LOSSES,
@@ -256,17 +260,13 @@ COMPUTED: Mapping[str, Rule] = {
     "tokenizer.max_seq_len": rule.decides(shared.ROW, f"{SOURCES}.0.max_seq_len"),
     MODEL: _model,
     **{
-        f"model.{name}": rule.when(_is_adapted, of_adapters, "read with adapters alone")
-        for name, of_adapters in {
-            **{
-                name: rule.put(f"lora.{name}")
-                for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora")
-            },
-            **dict.fromkeys(
-                ("lora_attn_modules", "apply_lora_to_mlp", "apply_lora_to_output"), _targets
-            ),
-        }.items()
+        f"model.{name}": _of_adapters(rule.put(f"lora.{name}"))
+        for name in ("lora_rank", "lora_alpha", "lora_dropout", "use_dora")
     },
+    **dict.fromkeys(
+        ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output"),
+        _of_adapters(_targets),
+    ),
     "model.attn_dropout": rule.unsupported("attention has no dropout"),
     "model.quantize_base": rule.when(
         lambda entry: entry.value and _is_adapted(entry),
