@@ -170,7 +170,7 @@ def find_scoring(run: "_Run") -> tuple[Scoring | None, str]:
         _logits(model, ids_1L)
     for handle in handles:
         handle.remove()
-    scorings = {(*of_router,) for of_router in scorings_by_router.values()}
+    scorings = {tuple(of_router) for of_router in scorings_by_router.values()}
     if len(scorings) != 1:
         return None, "its routers are not alike"
     [scoring] = scorings
