@@ -93,8 +93,19 @@ def _slopes(
     row = (start + position).to(tl.int64)
     dy = tl.load(dy_ptr + row * C + column, mask=inside, other=0).to(tl.float32)
     if SILU:
-        inputs = (x_ptr, weight_ptr, bias_ptr, initial_ptr)
-        x = _sums(*inputs, document, start, position, column, inside, C, WIDTH)
+        x = _sums(
+            x_ptr,
+            weight_ptr,
+            bias_ptr,
+            initial_ptr,
+            document,
+            start,
+            position,
+            column,
+            inside,
+            C,
+            WIDTH,
+        )
         share = tl.sigmoid(x)
         # The derivative of x times its sigmoid.
         dy *= share * (1 + x * (1 - share))
@@ -122,8 +133,19 @@ def _forward(
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     inside = (token < T) & (column < C)
     document, start, _ = _documents(cu_seqlens_ptr, token, num_documents)
-    inputs = (x_ptr, weight_ptr, bias_ptr, initial_ptr)
-    y = _sums(*inputs, document, start, token - start, column, inside, C, WIDTH)
+    y = _sums(
+        x_ptr,
+        weight_ptr,
+        bias_ptr,
+        initial_ptr,
+        document,
+        start,
+        token - start,
+        column,
+        inside,
+        C,
+        WIDTH,
+    )
     if SILU:
         y *= tl.sigmoid(y)
     tl.store(y_ptr + token.to(tl.int64) * C + column, y, mask=inside)
@@ -151,7 +173,6 @@ def _backward(
     BLOCK: tl.constexpr,
 ):
     """dx, and parts of the gradients of taps, [parts, WIDTH, C], and of the bias, [parts, C]."""
-    inputs = (dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr)
     part = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     # 4, for WIDTH is at most that, and Triton's ranges are powers of two.
@@ -166,16 +187,38 @@ def _backward(
         dx = tl.zeros([ROWS, BLOCK], tl.float32)
         for ago in tl.static_range(WIDTH):
             position = token - start + ago
-            has_output = inside & (position < end - start)
-            slopes = _slopes(*inputs, document, start, position, column, has_output, C, SILU, WIDTH)
+            slopes = _slopes(
+                dy_ptr,
+                x_ptr,
+                weight_ptr,
+                bias_ptr,
+                initial_ptr,
+                document,
+                start,
+                position,
+                column,
+                inside & (position < end - start),
+                C,
+                SILU,
+                WIDTH,
+            )
             weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
             dx += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
             # Here the slopes are those of this tile's own tokens: each is counted once.
             if ago == 0:
                 dbias += tl.sum(slopes, axis=0)[None, :]
                 for earlier in tl.static_range(WIDTH):
-                    tile = (document, start, position - earlier, column, inside)
-                    x = _inputs(x_ptr, initial_ptr, *tile, C, WIDTH)
+                    x = _inputs(
+                        x_ptr,
+                        initial_ptr,
+                        document,
+                        start,
+                        position - earlier,
+                        column,
+                        inside,
+                        C,
+                        WIDTH,
+                    )
                     summed = tl.sum(slopes * x, axis=0)[None, :]
                     # Registers have no index: the sum is added to its row, and 0 to the others.
                     dweight += tl.where(tap == WIDTH - 1 - earlier, summed, 0.0)
@@ -213,7 +256,6 @@ def _states(
 
     Both are WIDTH - 1 tokens of a document, its last ones or those before its first.
     """
-    inputs = (dy_ptr, x_ptr, weight_ptr, bias_ptr, initial_ptr)
     document = tl.program_id(0)
     column = (tl.program_id(1) * BLOCK + tl.arange(0, BLOCK))[None, :]
     row = tl.arange(0, 4)[:, None]
@@ -225,8 +267,21 @@ def _states(
         state = tl.zeros([4, BLOCK], tl.float32)
         for ago in tl.static_range(1, WIDTH):
             position = row - (WIDTH - 1) + ago
-            has_output = inside & (position >= 0) & (position < length)
-            slopes = _slopes(*inputs, document, start, position, column, has_output, C, SILU, WIDTH)
+            slopes = _slopes(
+                dy_ptr,
+                x_ptr,
+                weight_ptr,
+                bias_ptr,
+                initial_ptr,
+                document,
+                start,
+                position,
+                column,
+                inside & (position >= 0) & (position < length),
+                C,
+                SILU,
+                WIDTH,
+            )
             weight_ptrs = weight_ptr + column * WIDTH + WIDTH - 1 - ago
             state += slopes * tl.load(weight_ptrs, mask=column < C, other=0).to(tl.float32)
         if dfinal_ptr is not None:

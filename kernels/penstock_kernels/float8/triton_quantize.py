@@ -37,7 +37,7 @@ ROWS = 32
 
 @triton.jit
 def _scale_of(largest, EXPONENT: tl.constexpr):
-    """The smallest power of two that brings a magnitude into range; see formats.py."""
+    """The smallest power of two that brings a magnitude into range; see `compute_scales`."""
     bits = largest.to(tl.int32, bitcast=True)
     exponent = (bits >> 23) - EXPONENT + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
     scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)

@@ -188,10 +188,25 @@ def make_gradients(
     first, key_head = block * BLOCK_K, head // (N // G)
     start, length = tl.load(chunks_ptr + chunk * 2), tl.load(chunks_ptr + chunk * 2 + 1)
     row, source = tl.arange(0, CHUNK)[:, None], tl.arange(0, CHUNK)[None, :]
-    tensors = (v_ptr, dy_ptr, dv_ptr, beta_ptr, deltas_ptr, states_ptr, dstates_ptr)
-    sizes = (N, K, V, BLOCK_K, BLOCK_V, UPCAST)
     dq, dk_row, dk, dscores, dproducts, dtotal = _from_states(
-        *tensors, start, length, chunk, head, first, *sizes
+        v_ptr,
+        dy_ptr,
+        dv_ptr,
+        beta_ptr,
+        deltas_ptr,
+        states_ptr,
+        dstates_ptr,
+        start,
+        length,
+        chunk,
+        head,
+        first,
+        N,
+        K,
+        V,
+        BLOCK_K,
+        BLOCK_V,
+        UPCAST,
     )
     q = load_rows(q_ptr, start, length, key_head, G, K, first, BLOCK_K).to(tl.float32) * scale
     k = load_rows(k_ptr, start, length, key_head, G, K, first, BLOCK_K).to(tl.float32)

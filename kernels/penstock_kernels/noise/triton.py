@@ -1,7 +1,6 @@
 """add_noise_ on Triton: random numbers in registers, added in place. R rows of all matrices."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportGeneralTypeIssues=false
 
 import math
 from collections.abc import Sequence
@@ -17,7 +16,6 @@ from penstock_kernels.quant import QuantizedTensor, step_size
 from penstock_kernels.quant.triton_dequantize import tile
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.rng_rows import RowKeys, copy_tables
-from penstock_kernels.stochastic_rounding.draws import four_words
 
 PURPOSE = tl.constexpr(reference.PURPOSE)
 TURN = tl.constexpr(2 * math.pi)
@@ -59,7 +57,22 @@ def _add(
     row = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = (row < R)[:, None]
     row = row.to(tl.int64)
-    w0, w1, w2, w3 = four_words(row, runs_ptr, num_runs, first, ROWS, COLUMNS, RUNS, PURPOSE)
+    runs = tl.arange(0, RUNS)
+    ends = tl.load(runs_ptr + runs, mask=runs < num_runs, other=R)
+    run = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
+    run = tl.minimum(run, num_runs - 1)
+    key = tl.load(runs_ptr + num_runs + run)[:, None]
+    number = (row + tl.load(runs_ptr + 2 * num_runs + run))[:, None]
+
+    group = (first // 4 + tl.program_id(1) * (COLUMNS // 4)) + tl.arange(0, COLUMNS // 4)
+    zero = tl.zeros([ROWS, COLUMNS // 4], dtype=tl.uint32)
+    w0, w1, w2, w3 = tl.philox(
+        key,
+        zero + group.to(tl.uint32)[None, :],
+        zero + number.to(tl.uint32),
+        zero + (number >> 32).to(tl.uint32),
+        zero + PURPOSE,
+    )
     n0, n1 = _two_normals(w0, w1)
     n2, n3 = _two_normals(w2, w3)
     # Columns of a group are contiguous.

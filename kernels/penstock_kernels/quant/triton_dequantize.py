@@ -91,8 +91,20 @@ def _dequantize(
     rows = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     column = tl.program_id(1) * COLUMNS
     inside = rows < R
-    tensors, kind = (codes_ptr, scales_ptr, global_ptr), (FORMAT, GROUP, ROWS, COLUMNS)
-    y = read(*tensors, rows, inside, column, row_bytes, num_groups, *kind)
+    y = read(
+        codes_ptr,
+        scales_ptr,
+        global_ptr,
+        rows,
+        inside,
+        column,
+        row_bytes,
+        num_groups,
+        FORMAT,
+        GROUP,
+        ROWS,
+        COLUMNS,
+    )
     if ROUND:
         y = to_bf16_grid(y)
     offs = column + tl.arange(0, COLUMNS)

@@ -65,8 +65,20 @@ def _multiply(
         offs = column + tl.arange(0, COLUMNS)
         x_at = x_ptr + token[:, None] * K + offs[None, :]
         x = tl.load(x_at, mask=(token < T)[:, None] & (offs < K)[None, :], other=0)
-        tensors, kind = (codes_ptr, scales_ptr, global_ptr), (FORMAT, GROUP, WEIGHT_ROWS, COLUMNS)
-        weight = read(*tensors, row, row < N, column, row_bytes, num_groups, *kind)
+        weight = read(
+            codes_ptr,
+            scales_ptr,
+            global_ptr,
+            row,
+            row < N,
+            column,
+            row_bytes,
+            num_groups,
+            FORMAT,
+            GROUP,
+            WEIGHT_ROWS,
+            COLUMNS,
+        )
         # Rounded like a dequantized matrix.
         if UPCAST:
             if x.dtype == tl.bfloat16:

@@ -89,9 +89,36 @@ def _turn(
     sin = tl.load(sin_ptr + token * R + offs, mask=inside, other=0).to(tl.float32)[None, :]
     if BACK:
         sin = -sin
-    sizes = (H, R, PAIRS, HEADS, PAIR, REST)
-    _heads(q_ptr, turned_q_ptr, cos, sin, N, q_token_stride, q_head_stride, *sizes)
-    _heads(k_ptr, turned_k_ptr, cos, sin, K, k_token_stride, k_head_stride, *sizes)
+    _heads(
+        q_ptr,
+        turned_q_ptr,
+        cos,
+        sin,
+        N,
+        q_token_stride,
+        q_head_stride,
+        H,
+        R,
+        PAIRS,
+        HEADS,
+        PAIR,
+        REST,
+    )
+    _heads(
+        k_ptr,
+        turned_k_ptr,
+        cos,
+        sin,
+        K,
+        k_token_stride,
+        k_head_stride,
+        H,
+        R,
+        PAIRS,
+        HEADS,
+        PAIR,
+        REST,
+    )
 
 
 def tile(num_heads: int, width: int, turning: int) -> dict[str, int]:

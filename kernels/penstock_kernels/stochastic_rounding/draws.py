@@ -1,7 +1,8 @@
 """Random words and roundings in registers, for Triton kernels; equal to the reference."""
 
 # pyright: reportArgumentType=false, reportCallIssue=false, reportPossiblyUnboundVariable=false
-# pyright: reportReturnType=false, reportAttributeAccessIssue=false, reportGeneralTypeIssues=false
+# pyright: reportReturnType=false
+# pyright: reportAttributeAccessIssue=false
 
 import triton
 import triton.language as tl
@@ -26,17 +27,10 @@ def tile(columns: int) -> tuple[int, int]:
 
 
 @triton.jit
-def four_words(
-    row,
-    runs_ptr,
-    num_runs,
-    first,
-    ROWS: tl.constexpr,
-    ACROSS: tl.constexpr,
-    RUNS: tl.constexpr,
-    PURPOSE: tl.constexpr,
+def random_words(
+    row, runs_ptr, num_runs, first, ROWS: tl.constexpr, ACROSS: tl.constexpr, RUNS: tl.constexpr
 ):
-    """The four words of 32 bits of each group of columns, [ROWS, ACROSS // 4] each."""
+    """A word of 32 bits for each of ROWS x ACROSS elements, those of the program's columns."""
     runs = tl.arange(0, RUNS)
     # Missing ends are set beyond all rows.
     ends = tl.load(runs_ptr + runs, mask=runs < num_runs, other=0x7FFFFFFFFFFFFFFF)
@@ -47,21 +41,13 @@ def four_words(
     number = (row + tl.load(runs_ptr + 2 * num_runs + run))[:, None]
     group = (first // 4 + tl.program_id(1) * (ACROSS // 4)) + tl.arange(0, ACROSS // 4)
     zero = tl.zeros([ROWS, ACROSS // 4], dtype=tl.uint32)
-    return tl.philox(
+    w0, w1, w2, w3 = tl.philox(
         key,
         zero + group.to(tl.uint32)[None, :],
         zero + number.to(tl.uint32),
         zero + (number >> 32).to(tl.uint32),
         zero + PURPOSE,
     )
-
-
-@triton.jit
-def random_words(
-    row, runs_ptr, num_runs, first, ROWS: tl.constexpr, ACROSS: tl.constexpr, RUNS: tl.constexpr
-):
-    """A word of 32 bits for each of ROWS x ACROSS elements, those of the program's columns."""
-    w0, w1, w2, w3 = four_words(row, runs_ptr, num_runs, first, ROWS, ACROSS, RUNS, PURPOSE)
     # Columns of a group are contiguous.
     return tl.interleave(tl.interleave(w0, w2), tl.interleave(w1, w3))
 
