@@ -27,10 +27,8 @@ COMPILERS = ("g++", "clang++")
 
 
 def require_compiler(device: torch.device, setting: str, instead: str) -> None:
-    """Raise CapabilityError if nothing compiles for the device.
-
-    `setting` is the setting that needs it; `instead` says what to write.
-    """
+    """Raise CapabilityError if nothing compiles for the device: `setting` needs it, `instead` says
+    what to write."""
     # Inductor generates C++ for the CPU and Triton for GPUs.
     if device.type == "cpu":
         if any(map(shutil.which, COMPILERS)):
@@ -51,10 +49,8 @@ def compile_layers(model: CausalLM, device: torch.device) -> None:
     A transformer block is one graph if no hooks are registered between its parts and no part is
     sharded separately. Otherwise attention and a feed-forward network are one graph each; and so is
     an MoE layer or, with expert parallelism, its router, its experts and its shared experts. Call
-    it after all hooks are registered and the weights are sharded.
-
-    Raises:
-        CapabilityError: nothing compiles for the device here.
+    it after all hooks are registered and the weights are sharded. Raises CapabilityError if nothing
+    compiles for the device here.
     """
     require_compiler(device, "train.enable_compile is true", "Leave enable_compile out.")
     for layer in model.blocks:
@@ -68,11 +64,10 @@ def compile_layers(model: CausalLM, device: torch.device) -> None:
 
 
 def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
-    """The modules to compile separately."""
     has_no_hooks = block.run_attn is call and block.run_mlp is call
     networks = [] if block.mlp is None else list(_mlp_modules_to_compile(block.mlp))
-    feed_forwards = [] if block.mlp is None else [block.mlp]
-    if has_no_hooks and networks == feed_forwards and _is_one_fsdp_unit(block):
+    is_one_graph = block.mlp is None or networks == [block.mlp]
+    if has_no_hooks and is_one_graph and _is_one_fsdp_unit(block):
         yield block
     else:
         if mixer := block.token_mixer:
@@ -81,7 +76,6 @@ def _modules_to_compile(block: Block) -> Iterator[nn.Module]:
 
 
 def _mlp_modules_to_compile(network: nn.Module) -> Iterator[nn.Module]:
-    """The modules to compile separately in a feed-forward network."""
     if not isinstance(network, MoE):
         yield network
         return

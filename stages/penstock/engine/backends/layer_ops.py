@@ -6,10 +6,9 @@ from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.train import DropoutConfig
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
-from penstock.models.layers.attention import AttentionFn, in_bf16
 from penstock.models.layers.dropout import Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
-from penstock.models.layers.layer_ops import Choice, LayerOps, layer_operations
+from penstock.models.layers.layer_ops import LayerOps, layer_operations
 from penstock_kernels.clamped_swiglu import clamped_gate
 from penstock_kernels.glu import packed_swiglu, swiglu
 
@@ -32,9 +31,9 @@ def has_dropout(part: CausalLM) -> bool:
 def select_layer_ops(model: ModelConfig) -> LayerOps:
     """PyTorch's native operations if the settings ask for them, otherwise the fastest available."""
     return layer_operations(
-        norms=_choice(model.rmsnorm_native),
-        gates=_choice(model.activation_native),
-        rope_impl=_choice(model.rope_native),
+        norms="plain" if model.rmsnorm_native else "best",
+        gates="plain" if model.activation_native else "best",
+        rope_impl="plain" if model.rope_native else "best",
     )
 
 
@@ -48,12 +47,3 @@ def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> Exp
         packed_activate=packed_swiglu.reference,
         clamped_gate=clamped_gate.reference,
     )
-
-
-def select_attention_dtype(attend: AttentionFn, model: ModelConfig) -> AttentionFn:
-    """Attention in bf16 if the settings ask for it, otherwise in the dtype of its inputs."""
-    return in_bf16(attend) if model.attention_cast_bf16 else attend
-
-
-def _choice(native: bool) -> Choice:
-    return "plain" if native else "best"

@@ -16,10 +16,8 @@ NAMES: tuple[Implementation, ...] = ("eager", "native", "triton", "quack")
 def select_moe_backend(
     run: RunConfig, config: DecoderConfig, device: torch.device, notify: Callable[[str], None]
 ) -> ExpertOperations:
-    """Return the expert operations that `model.moe_implementation` names.
-
-    Unset, they are the first that support the model's experts on this device. The choice is passed
-    to `notify`.
+    """Return the expert operations that `model.moe_implementation` names; unset, the first that
+    support the model's experts on this device, which are passed to `notify`.
 
     Raises CapabilityError, with the reason, for a backend that does not support them.
     """
@@ -36,10 +34,8 @@ def select_moe_backend(
     }
     serving: list[Implementation] = [name for name, reason in refusals.items() if reason is None]
     if written is None:
-        picked: list[Implementation] = [
-            name for name in serving if group_gemm.fast[name].is_auto_selectable
-        ]
-        chosen = picked[0] if picked else "eager"
+        selectable = [name for name in serving if group_gemm.fast[name].is_auto_selectable]
+        chosen = selectable[0] if selectable else "eager"
         notify(f"experts: {chosen}")
         return select_expert_ops(chosen)
     if written in refusals and refusals[written] is not None:

@@ -32,15 +32,28 @@ POLL_SECONDS = 0.1
 COMPLETED, CLOSED = "completed", "closed"
 
 
-class OneMachine(RendezvousHandler):
+class _Handler(RendezvousHandler):
+    def __init__(self, run_id: str) -> None:
+        self._run_id, self._round = run_id, 0
+
+    def get_backend(self) -> str:
+        return RDZV_BACKEND
+
+    def get_run_id(self) -> str:
+        return self._run_id
+
+    @property
+    def use_agent_store(self) -> bool:
+        # Ranks use the store that `env.set_ranks_store` names.
+        return False
+
+
+class OneMachine(_Handler):
     """Rendezvous of a single machine. Ranks use a file store in `folder`, which must be private."""
 
     def __init__(self, folder: Path, run_id: str) -> None:
-        self._folder, self._run_id, self._round = folder, run_id, 0
-
-    def get_backend(self) -> str:
-        """The name of this rendezvous backend."""
-        return RDZV_BACKEND
+        super().__init__(run_id)
+        self._folder = folder
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Begin the next round, with its own file."""
@@ -50,31 +63,19 @@ class OneMachine(RendezvousHandler):
         return RendezvousInfo(HashStore(), 0, 1, RendezvousStoreInfo("127.0.0.1", 0))
 
     def is_closed(self) -> bool:
-        """Always False."""
         return False
 
     def set_closed(self) -> None:
         """Does nothing: there is no other agent."""
 
     def num_nodes_waiting(self) -> int:
-        """There are no others."""
         return 0
 
-    def get_run_id(self) -> str:
-        """The run id from torchrun."""
-        return self._run_id
-
     def shutdown(self) -> bool:
-        """Does nothing."""
         return True
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks use the store that `env.set_ranks_store` names."""
-        return False
 
-
-class Machines(RendezvousHandler):
+class Machines(_Handler):
     """Rendezvous of machine `number` among `count`; the first hosts the store at `host`:`port`.
 
     A round begins when all machines have requested it. A machine that requests the next round
@@ -82,20 +83,13 @@ class Machines(RendezvousHandler):
     """
 
     def __init__(self, host: str, port: int, number: int, count: int, run_id: str) -> None:
+        super().__init__(run_id)
         self._host, self._port, self._number, self._count = host, port, number, count
-        self._run_id, self._round = run_id, 0
         self._connected: TCPStore | None = None
 
-    def get_backend(self) -> str:
-        """The name of this rendezvous backend."""
-        return RDZV_BACKEND
-
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all machines have joined the next round.
-
-        Raises RendezvousTimeoutError if they do not, and RendezvousClosedError if one of them has
-        given up.
-        """
+        """Wait until all machines have joined the next round. Raises RendezvousTimeoutError if
+        they do not, and RendezvousClosedError if one of them has given up."""
         store = self._store()
         completed = int(store.get(COMPLETED)) if store.check([COMPLETED]) else 0
         # A replacement machine joins at the round of the others.
@@ -125,21 +119,15 @@ class Machines(RendezvousHandler):
         )
 
     def is_closed(self) -> bool:
-        """Whether a machine has ended the run."""
         return self._store().check([CLOSED])
 
     def set_closed(self) -> None:
-        """Mark the run as ended."""
         self._store().set(CLOSED, "1")
 
     def num_nodes_waiting(self) -> int:
         """Whether a machine has requested the next round: 0 or 1."""
         # The agent polls it, and restarts its ranks when it is above 0.
         return int(self._store().check([self._key(self._round + 1, "called")]))
-
-    def get_run_id(self) -> str:
-        """The run id from torchrun."""
-        return self._run_id
 
     def shutdown(self) -> bool:
         """End the run for machines that wait for this one."""
@@ -149,45 +137,31 @@ class Machines(RendezvousHandler):
             return False  # The first machine is gone.
         return True
 
-    @property
-    def use_agent_store(self) -> bool:
-        """Ranks use the store that `env.set_ranks_store` names."""
-        return False
-
     @staticmethod
     def _key(round_number: int, entry: int | str) -> str:
         return f"round/{round_number}/{entry}"
 
     def _store(self) -> TCPStore:
-        if self._connected is None:
-            timeout = datetime.timedelta(seconds=JOIN_SECONDS)
-            if self._number == 0:
-                self._connected = self._listen(timeout)
-            else:
-                _wait_for(self._host, self._port)
-                self._connected = TCPStore(
-                    self._host, self._port, timeout=timeout, wait_for_workers=False
-                )
+        if self._connected is not None:
+            return self._connected
+        host, port, timeout = self._host, self._port, datetime.timedelta(seconds=JOIN_SECONDS)
+        if self._number == 0:
+            address = listening_address(host)
+            self._connected, _ = listening_store(address, port, timeout=timeout)
+            interface = address or f"every address of this machine ({host} is none of its own)"
+            sys.stderr.write(
+                f"launch: {self._count} machines rendezvous at {interface}, port {port}, without "
+                "authentication: keep that network private\n"
+            )
+            return self._connected
+        deadline = time.monotonic() + JOIN_SECONDS
+        while not reachable(host, port):
+            if time.monotonic() > deadline:
+                seconds = f"{JOIN_SECONDS:.0f} s"
+                raise RendezvousTimeoutError(f"{host}:{port} did not answer in {seconds}")
+            time.sleep(POLL_SECONDS)
+        self._connected = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
         return self._connected
-
-    def _listen(self, timeout: datetime.timedelta) -> TCPStore:
-        address = listening_address(self._host)
-        store, _ = listening_store(address, self._port, timeout=timeout)
-        interface = address or f"every address of this machine ({self._host} is none of its own)"
-        sys.stderr.write(
-            f"launch: {self._count} machines rendezvous at {interface}, port {self._port}, without "
-            "authentication: keep that network private\n"
-        )
-        return store
-
-
-def _wait_for(host: str, port: int) -> None:
-    """Raises RendezvousTimeoutError unless the first machine listens in time."""
-    deadline = time.monotonic() + JOIN_SECONDS
-    while not reachable(host, port):
-        if time.monotonic() > deadline:
-            raise RendezvousTimeoutError(f"{host}:{port} did not answer in {JOIN_SECONDS:.0f} s")
-        time.sleep(POLL_SECONDS)
 
 
 def create_handler(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:

@@ -25,16 +25,13 @@ REQUESTS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGALRM)
 """Signals that request a stop: from users, schedulers, a closed terminal, and a deadline."""
 
 RDZV_BACKEND = "penstock"
-"""The name of our rendezvous in torchrun, which the agent registers."""
 
 SHUTDOWN_TIMEOUT = "TORCH_ELASTIC_SHUTDOWN_TIMEOUT"
 """The environment variable of the seconds that torchrun waits for ranks it has asked to end, before
 it kills them."""
 
 MARGIN_SECONDS = 4.0
-"""How many seconds longer than the ranks, which it kills, the agent may take before it is
-killed.
-"""
+"""How much longer than the ranks, which it kills, the agent may take before it is killed."""
 
 
 def run_ranks(
@@ -129,7 +126,6 @@ def _end(child: "subprocess.Popen[bytes]", sink: "ByteStream", seconds: float) -
 
 @contextlib.contextmanager
 def _deaf():
-    """Ignore further stop requests while stopping."""
     try:
         before = [(s, signal.signal(s, signal.SIG_IGN)) for s in REQUESTS]
     except ValueError:

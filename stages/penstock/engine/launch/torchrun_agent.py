@@ -37,6 +37,10 @@ from penstock.engine.launch.torchrun import RDZV_BACKEND, SHUTDOWN_TIMEOUT
 
 def _pass_on(signum: int, _frame: FrameType | None) -> None:
     """Ask the ranks to stop; if there are none, exit at once."""
+
+    def give_up(*_: object) -> None:
+        raise api.SignalException("the ranks did not end in time", sigval=signal.SIGKILL)
+
     num_signals = 0
     for pid in child_processes(os.getpid()):
         with suppress(ProcessLookupError):
@@ -47,16 +51,11 @@ def _pass_on(signum: int, _frame: FrameType | None) -> None:
         raise api.SignalException(f"asked to end by {number.name}", sigval=number)
     # The first request starts the clock, and later ones do not wind it up again.
     if not signal.getitimer(signal.ITIMER_REAL)[0]:
-        signal.signal(signal.SIGALRM, _give_up)
+        signal.signal(signal.SIGALRM, give_up)
         signal.setitimer(signal.ITIMER_REAL, float(sys.argv[3]))
 
 
-def _give_up(_signum: int, _frame: FrameType | None) -> None:
-    raise api.SignalException("the ranks did not end in time", sigval=signal.SIGKILL)
-
-
 def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
-    """Write which ranks of this node a signal has ended."""
     deaths = [
         {
             "rank": rank,
@@ -72,36 +71,22 @@ def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
     file.write_text(json.dumps(deaths))
 
 
-def _register_rendezvous(folder: Path) -> None:
-    """Register our rendezvous with torchrun by name; ranks of one machine use the folder."""
-    store = folder / "store"
-    store.mkdir()
-    rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
-
-
-def _set_shutdown_timeout() -> None:
-    """Honour SHUTDOWN_TIMEOUT before PyTorch 2.12, which always waits 30 seconds."""
-    seconds = env.variable(SHUTDOWN_TIMEOUT)
-    if seconds and "shutdown_timeout" not in inspect.signature(LaunchConfig).parameters:
-        api.PContext.close.__defaults__ = (None, int(seconds))
-
-
-def _quiet_torch() -> None:
-    """Silence torch's warnings about options that our rendezvous reads, and its report of failed
-    ranks, which the launcher writes itself.
-    """
-    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
-    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
-
-
 if __name__ == "__main__":
     end_with_parent(int(sys.argv[1]))
-    _quiet_torch()
-    _set_shutdown_timeout()
+    # It warns of options that our rendezvous reads.
+    logging.getLogger("torch.distributed.run").setLevel(logging.ERROR)
+    # It reports failed ranks, which the launcher does itself.
+    logging.getLogger("torch.distributed.elastic.multiprocessing.api").setLevel(logging.CRITICAL)
+    seconds = env.variable(SHUTDOWN_TIMEOUT)
+    if seconds and "shutdown_timeout" not in inspect.signature(LaunchConfig).parameters:
+        # Before PyTorch 2.12, which reads the variable, it always waits 30 seconds.
+        api.PContext.close.__defaults__ = (None, int(seconds))
     # Torch looks up this handler when it starts ranks.
     api._terminate_process_handler = _pass_on
     with scratch_folder("ranks") as scratch:
-        _register_rendezvous(scratch)
+        store = scratch / "store"
+        store.mkdir()
+        rendezvous_handler_registry.register(RDZV_BACKEND, partial(create_handler, folder=store))
         try:
             # Otherwise torch leaves a log folder behind.
             main(["--log-dir", str(scratch / "logs"), *sys.argv[4:]])
