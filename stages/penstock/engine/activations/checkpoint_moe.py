@@ -8,27 +8,14 @@ R rows, D model width, F features of an expert, E experts.
 """
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
-from penstock.engine.activations.recompute_once import SavedTensorSlot, current_autocast
+from penstock.engine.activations.recompute_once import RecomputedCall, SavedTensors, SavedTensorSlot
 from penstock.engine.activations.saved_tensors import SavedTensor, save_for_backward, unpack_hook
-from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.experts import Experts, call_experts
-from penstock.models.layers.moe import MoE
-
-
-def checkpoint_moe_act(moe: MoE, recompute: Callable[..., torch.Tensor]) -> None:
-    """Register recomputation on an MoE layer, in place.
-
-    `recompute` recomputes a whole module: the shared experts, which do not communicate.
-    """
-    moe.experts.run = checkpoint_expert_gates
-    shared: CallHook = partial(recompute, moe.run_shared)
-    moe.run_shared = shared
 
 
 def checkpoint_expert_gates(
@@ -36,9 +23,8 @@ def checkpoint_expert_gates(
 ) -> torch.Tensor:
     """Run both halves of `experts`; autograd saves only `x_RD` and the weights.
 
-    The first backward pass that needs more recomputes the first half; the saved tensors are then
-    kept until no backward pass can need them. The half must save the same number of tensors each
-    time.
+    The first backward pass that needs more recomputes the first half, which must save the same
+    number of tensors each time.
     """
     if not torch.is_grad_enabled():
         return call_experts(experts, x_RD, counts_E)
@@ -50,10 +36,9 @@ def checkpoint_expert_gates(
         return experts.down(inner_RF, counts_E)
 
 
-class _Call:
-    """One call: the inputs to recompute its first half, and the tensors saved then."""
-
+class _Call(RecomputedCall):
     def __init__(self, experts: Experts, x_RD: torch.Tensor, counts_E: torch.Tensor) -> None:
+        super().__init__(x_RD.device.type)
         # The dropout RNG may belong to another micro-batch by then.
         self._gated = preserve_dropout_rng(experts.gate_up)
         # Not the tensor itself, which would keep the graph before it alive.
@@ -65,10 +50,8 @@ class _Call:
         self._results: list[
             tuple[weakref.ref[SavedTensorSlot], tuple[int, ...], tuple[int, ...], int]
         ] = []
-        self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
         # Storage, dtype and storage offset of the first half's output.
         self._inner: tuple[int, torch.dtype, int] = 0, x_RD.dtype, 0
-        self._autocast = current_autocast(x_RD.device.type)
         # In memory until the backward pass anyway, so recomputing them would free nothing.
         resident = (x_RD, counts_E, *experts.parameters())
         self._resident_storages = {_storage_key(tensor) for tensor in resident}
@@ -83,7 +66,6 @@ class _Call:
         return partial(self.unpack, slot)
 
     def record_first_half_output(self, inner_RF: torch.Tensor) -> None:
-        """Record the output of the first half, which the caller of the second half holds."""
         # Not the tensor itself: the graph may hold this call's methods, and so the call.
         self._inner = _storage_key(inner_RF), inner_RF.dtype, int(inner_RF.storage_offset())
 
@@ -97,16 +79,8 @@ class _Call:
         self._results.append((weakref.ref(slot), tensor.shape, tensor.stride(), first))
         return partial(self.unpack, slot)
 
-    def unpack(self, slot: SavedTensorSlot) -> torch.Tensor:
-        """Unpack hook: the tensor of the slot."""
-        if self._saved is None:
-            self._saved = self._recompute()
-        return self._saved[slot]
-
-    def _recompute(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
-        saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
-            weakref.WeakKeyDictionary()
-        )
+    def _recompute(self) -> SavedTensors:
+        saved = SavedTensors()
         recomputed: list[torch.Tensor] = []
 
         def keep(tensor: torch.Tensor) -> torch.Tensor:

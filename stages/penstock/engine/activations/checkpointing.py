@@ -1,6 +1,6 @@
 """Activation checkpointing: which modules recompute their activations in the backward pass."""
 
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
-from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
+from penstock.engine.activations.checkpoint_moe import checkpoint_expert_gates
 from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
@@ -47,11 +47,6 @@ def checkpoint_kind(train: TrainConfig) -> Kind:
     return "reentrant" if train.enable_reentrant else "plain"
 
 
-def checkpoint_moe_settings(train: TrainConfig) -> MoERecompute:
-    """The recomputed part of MoE layers."""
-    return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
-
-
 def apply_activation_checkpointing(
     model: CausalLM,
     modules: Sequence[str] | None,
@@ -75,8 +70,14 @@ def apply_activation_checkpointing(
         networks = ((layer, layer.mlp) for layer in layers if isinstance(layer, Block))
         moe_layers = {layer: mlp for layer, mlp in networks if isinstance(mlp, MoE)}
     if modules is None:
-        model.run_layer = partial(_recompute_unless_moe, moe_layers, recompute, model.run_layer)
-    for name in CALL_HOOKS if modules is None else [hook for hook in modules if hook != VISION]:
+        run_layer = model.run_layer
+
+        def recompute_unless_moe(module: Any, *args: Any) -> Any:
+            is_moe = module in moe_layers
+            return run_layer(module, *args) if is_moe else recompute(run_layer, module, *args)
+
+        model.run_layer = recompute_unless_moe
+    for name in CALL_HOOKS if modules is None else [name for name in modules if name != VISION]:
         if name == CORE_ATTENTION:
             for layer in layers:
                 assert isinstance(layer, Block)
@@ -91,34 +92,25 @@ def apply_activation_checkpointing(
         # Without names, layers without experts are recomputed as a whole by `run_layer`.
         for layer in moe_layers if modules is None else layers:
             if name == "mlp" and layer in moe_layers:
-                checkpoint_moe_act(moe_layers[layer], recompute)
+                moe = moe_layers[layer]
+                moe.experts.run = checkpoint_expert_gates
+                # Shared experts do not communicate: they are recomputed as a whole.
+                moe.run_shared = partial(recompute, moe.run_shared)
             else:
-                setattr(
-                    layer, CALL_HOOKS[name], partial(recompute, getattr(layer, CALL_HOOKS[name]))
-                )
+                hook = CALL_HOOKS[name]
+                setattr(layer, hook, partial(recompute, getattr(layer, hook)))
 
 
 def _recompute_tower(model: CausalLM) -> None:
+    def recompute(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        # A vision tower has no dropout.
+        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+
     for block in model.vision.blocks if isinstance(model, Decoder) and model.vision else ():
         # Of the function, so that FSDP's hooks around the module run outside.
-        block.forward = partial(_recompute_block, block.forward)
-
-
-def _recompute_block(forward: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """Call a block of a vision tower, which has no dropout, with recomputation."""
-    if not torch.is_grad_enabled():
-        return forward(*args, **kwargs)
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
-
-
-def _recompute_unless_moe(
-    moe_layers: Collection[nn.Module],
-    recompute: Callable[..., Any],
-    run: CallHook,
-    module: nn.Module,
-    *args: Any,
-) -> Any:
-    return run(module, *args) if module in moe_layers else recompute(run, module, *args)
+        block.forward = partial(recompute, block.forward)
 
 
 def _with_recomputation(
@@ -147,8 +139,8 @@ def _reentrant(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) ->
     return checkpoint(run, module, x, *args, use_reentrant=True, preserve_rng_state=False)
 
 
-def _once(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) -> Any:
-    return checkpoint_once(defer_losses(run), module, x, *args)
-
-
-IMPLEMENTATIONS = {"plain": _plain, "reentrant": _reentrant, "once": _once}
+IMPLEMENTATIONS = {
+    "plain": _plain,
+    "reentrant": _reentrant,
+    "once": lambda run, *args: checkpoint_once(defer_losses(run), *args),
+}

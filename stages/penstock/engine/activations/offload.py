@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 import torch
 from torch import nn
@@ -23,26 +23,24 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.call_hook import CallHook
 
 
-class Copies(Protocol):
-    """Copies flat uint8 tensors.
+class SyncCopier:
+    """Copies flat uint8 tensors synchronously. After `wait` for the returned event, the copy may be
+    read and its source freed.
 
-    After waiting for the returned handle, the copy may be read and its source freed.
+    If device memory is host memory it saves nothing, but shows what is moved.
     """
 
     def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Copy to host memory."""
-        ...
+        return data.to("cpu", copy=True), None
 
     def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
-        """Copy back to the device."""
-        ...
+        return data.clone(), None
 
     def wait(self, event: Any) -> None:
         """Make later computation wait for the copy."""
-        ...
 
 
-class StreamCopier:
+class StreamCopier(SyncCopier):
     """Copies on two CUDA streams, one per direction, overlapped with computation.
 
     Device memory always belongs to the compute stream: a copy begins when that stream reaches the
@@ -54,16 +52,16 @@ class StreamCopier:
         self._offloading = torch.cuda.Stream(device)
         self._fetching = torch.cuda.Stream(device)
 
-    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         # Pinned, because pageable memory is copied synchronously. Torch caches pinned memory.
         copy = torch.empty(data.shape, dtype=torch.uint8, pin_memory=True)
         return copy, self._copy_on(copy, data, self._offloading)
 
-    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, torch.cuda.Event]:
+    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
         copy = torch.empty(data.shape, dtype=torch.uint8, device=self._device)
         return copy, self._copy_on(copy, data, self._fetching)
 
-    def wait(self, event: torch.cuda.Event) -> None:
+    def wait(self, event: Any) -> None:
         torch.cuda.current_stream(self._device).wait_event(event)
 
     def _copy_on(
@@ -75,22 +73,6 @@ class StreamCopier:
         event = torch.cuda.Event()
         event.record(stream)
         return event
-
-
-class SyncCopier:
-    """Copies synchronously.
-
-    If device memory is host memory it saves nothing, but shows what is moved.
-    """
-
-    def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return data.to("cpu", copy=True), None
-
-    def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, None]:
-        return data.clone(), None
-
-    def wait(self, event: None) -> None:
-        del event
 
 
 MIN_BYTES = 1024
@@ -106,11 +88,8 @@ class Group:
 
     before: "Group | None"
     """The group of the previous layer, which the backward pass needs next."""
-    storages: "list[weakref.ref[OffloadedStorage]]" = field(
-        default_factory=list["weakref.ref[OffloadedStorage]"]
-    )
+    storages: "list[weakref.ref[OffloadedStorage]]" = field(default_factory=list)
     is_wanted: bool = False
-    """Whether the backward pass has reached it."""
 
 
 class OffloadedStorage:
@@ -126,7 +105,6 @@ class OffloadedStorage:
         self.version = tensor._version
 
     def on_device(self) -> torch.Tensor:
-        """The tensor on the device, which must not have been modified."""
         assert self.here is not None
         # Autograd compares versions only of tensors that are saved without hooks.
         if self.here._version != self.version:
@@ -136,12 +114,6 @@ class OffloadedStorage:
             )
         return self.here
 
-    def data(self) -> torch.Tensor:
-        """All bytes of the storage as a flat tensor."""
-        stored = self.on_device()
-        data = torch.empty(0, dtype=torch.uint8, device=stored.device)
-        return data.set_(stored.untyped_storage())
-
 
 class ActivationOffloader:
     """Saves tensors of one device, of which `capacity` bytes stay there.
@@ -150,7 +122,7 @@ class ActivationOffloader:
     extra memory; in the backward pass, the needed group and the next one.
     """
 
-    def __init__(self, device: torch.device, copies: Copies, *, capacity: int) -> None:
+    def __init__(self, device: torch.device, copies: SyncCopier, *, capacity: int) -> None:
         self._device, self._copies, self._capacity = device, copies, capacity
         self._by_storage: weakref.WeakValueDictionary[int, OffloadedStorage] = (
             weakref.WeakValueDictionary()
@@ -214,24 +186,23 @@ class ActivationOffloader:
 
     def _keep_on_device(self, stored: OffloadedStorage) -> None:
         number, size = id(stored), stored.size
-
-        # Called when no graph needs the storage any more: it no longer counts as resident.
-        def on_freed(_: Any) -> None:
-            if self._resident.pop(number, None):
-                self._resident_bytes -= size
-
-        self._resident[number] = weakref.ref(stored, on_freed)
+        # When no graph needs the storage any more, it no longer counts as resident.
+        ref = weakref.ref(stored, lambda _: self._forget_resident(number, size))
+        self._resident[number] = ref
         self._resident_bytes += size
         while self._resident_bytes > self._capacity:
             oldest = next(iter(self._resident.values()))()
             assert oldest is not None
-            self._forget_resident(oldest)
-            oldest.away, event = self._copies.to_host(oldest.data())
+            self._forget_resident(id(oldest), oldest.size)
+            on_device = oldest.on_device()
+            data = torch.empty(0, dtype=torch.uint8, device=on_device.device)
+            data.set_(on_device.untyped_storage())
+            oldest.away, event = self._copies.to_host(data)
             self._offloading[-1].append((weakref.ref(oldest), event))
 
-    def _forget_resident(self, stored: OffloadedStorage) -> None:
-        if self._resident.pop(id(stored), None):
-            self._resident_bytes -= stored.size
+    def _forget_resident(self, number: int, size: int) -> None:
+        if self._resident.pop(number, None):
+            self._resident_bytes -= size
 
     def _prefetch(self, group: Group) -> None:
         if group.is_wanted:
@@ -246,12 +217,11 @@ class ActivationOffloader:
             self._fetch(group.before)
 
     def _fetch(self, group: Group) -> None:
-        """Bring all tensors of the group back to the device."""
         for ref in group.storages:
             stored = ref()
             if stored is None:
                 continue
-            self._forget_resident(stored)
+            self._forget_resident(id(stored), stored.size)
             if stored.here is None:
                 assert stored.away is not None
                 stored.here, event = self._copies.to_device(stored.away)
@@ -276,7 +246,7 @@ def _is_weight(tensor: torch.Tensor) -> bool:
 
 def build_offloader(device: torch.device, gigabytes: float) -> ActivationOffloader:
     """The offloader of this rank, with `gigabytes` of the newest activations left on the device."""
-    copies: Copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
+    copies = StreamCopier(device) if device.type == "cuda" else SyncCopier()
     return ActivationOffloader(device, copies, capacity=int(gigabytes * 1e9))
 
 
@@ -286,20 +256,16 @@ def offload(parts: Iterable[CausalLM], store: ActivationOffloader) -> None:
     Hooks registered on `run_layer` before run inside: activation checkpointing then offloads the
     layer inputs. All parts on a rank, and all their micro-batches, share a store.
     """
+
+    def run_offloaded(
+        first: nn.Module | None, run: CallHook, module: nn.Module, *args: Any
+    ) -> torch.Tensor:
+        if not torch.is_grad_enabled():
+            return run(module, *args)
+        group = store.start_group("pass" if module is first else "layer")
+        with saved_tensors_to(partial(store.pack, group)):
+            return run(module, *args)
+
     for part in parts:
         first = next(iter(part.blocks), None)
-        part.run_layer = partial(_run_offloaded, store, first, part.run_layer)
-
-
-def _run_offloaded(
-    store: ActivationOffloader,
-    first: nn.Module | None,
-    run: CallHook,
-    module: nn.Module,
-    *args: Any,
-) -> torch.Tensor:
-    if not torch.is_grad_enabled():
-        return run(module, *args)
-    group = store.start_group("pass" if module is first else "layer")
-    with saved_tensors_to(partial(store.pack, group)):
-        return run(module, *args)
+        part.run_layer = partial(run_offloaded, first, part.run_layer)

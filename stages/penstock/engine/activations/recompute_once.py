@@ -6,69 +6,76 @@ and so would recompute each layer half a dozen times.
 """
 
 import weakref
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
 
-from penstock.engine.activations.saved_tensors import SavedTensor, save_for_backward
+from penstock.engine.activations.saved_tensors import SavedTensor, save_for_backward, unpack_hook
 
 
 class SavedTensorSlot:
-    """The placeholder that the graph holds for a saved tensor.
-
-    When the graph frees it, so does the call.
-    """
+    """What the graph holds for a saved tensor: when the graph frees it, so does the call."""
 
 
 class _RecomputedError(Exception):
     """All saved tensors are recomputed: stop early."""
 
 
+SavedTensors = weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]
+
+
+class RecomputedCall(ABC):
+    """A call whose saved tensors are recomputed when a backward pass first needs one; they are kept
+    until no backward pass can need them.
+    """
+
+    def __init__(self, device: str) -> None:
+        self._saved: SavedTensors | None = None
+        # A backward pass runs without autocast.
+        dtype, is_enabled = torch.get_autocast_dtype(device), torch.is_autocast_enabled(device)
+        self._autocast = torch.autocast(device, dtype=dtype, enabled=is_enabled)
+
+    def unpack(self, slot: SavedTensorSlot) -> torch.Tensor:
+        """The tensor of the slot."""
+        if self._saved is None:
+            self._saved = self._recompute()
+        return self._saved[slot]
+
+    @abstractmethod
+    def _recompute(self) -> SavedTensors: ...
+
+
 def checkpoint_once(run: Callable[..., torch.Tensor], *args: Any) -> torch.Tensor:
     """Run `run(*args)` without saving tensors; recompute them when a backward pass first needs one.
 
-    Recomputed tensors are kept until no backward pass can need them. `run` must save the same
-    tensors each time, and must not use torch's random generators.
+    `run` must save the same tensors each time, and must not use torch's random generators.
     """
     if not torch.is_grad_enabled():
         return run(*args)
     call = _Call(run, args)
-    with torch.autograd.graph.saved_tensors_hooks(call.pack, call.unpack):
+    with torch.autograd.graph.saved_tensors_hooks(call.pack, unpack_hook):
         return run(*args)
 
 
-class _Call:
-    """One call: its arguments, and its saved tensors once recomputed."""
-
+class _Call(RecomputedCall):
     def __init__(self, run: Callable[..., torch.Tensor], args: tuple[Any, ...]) -> None:
+        super().__init__(next(arg.device.type for arg in args if isinstance(arg, torch.Tensor)))
         self._run = run
         self._args = [_Argument.of(arg) for arg in args]
         self._slots: list[weakref.ref[SavedTensorSlot]] = []
-        self._saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] | None = None
-        device = next(arg.device.type for arg in args if isinstance(arg, torch.Tensor))
-        self._autocast = current_autocast(device)
 
-    def pack(self, _: torch.Tensor) -> tuple["_Call", SavedTensorSlot]:
-        """Pack hook: a slot for the tensor."""
+    def pack(self, _: torch.Tensor) -> SavedTensor:
         slot = SavedTensorSlot()
         self._slots.append(weakref.ref(slot))
         # Only the slots in the graph keep the call alive.
-        return self, slot
+        return partial(self.unpack, slot)
 
-    @staticmethod
-    def unpack(packed: tuple["_Call", SavedTensorSlot]) -> torch.Tensor:
-        """Unpack hook: the tensor of the slot."""
-        call, slot = packed
-        if call._saved is None:
-            call._saved = call._recompute()
-        return call._saved[slot]
-
-    def _recompute(self) -> weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor]:
-        saved: weakref.WeakKeyDictionary[SavedTensorSlot, torch.Tensor] = (
-            weakref.WeakKeyDictionary()
-        )
+    def _recompute(self) -> SavedTensors:
+        saved = SavedTensors()
         slot_refs = iter(self._slots)
         num_missing = len(self._slots)
 
@@ -95,27 +102,15 @@ class _Call:
         return saved
 
 
-def current_autocast(device: str) -> torch.autocast:
-    """The current autocast state, for later: a backward pass runs without autocast."""
-    dtype = torch.get_autocast_dtype(device)
-    return torch.autocast(device, dtype=dtype, enabled=torch.is_autocast_enabled(device))
-
-
 @dataclass(frozen=True)
 class _Argument:
-    """A tensor argument of a call."""
-
     saved: SavedTensor
     wants_gradient: bool
 
     @staticmethod
     def of(arg: Any) -> Any:
-        return (
-            _Argument(save_for_backward(arg), arg.requires_grad)
-            if isinstance(arg, torch.Tensor)
-            else arg
-        )
+        is_tensor = isinstance(arg, torch.Tensor)
+        return _Argument(save_for_backward(arg), arg.requires_grad) if is_tensor else arg
 
     def detached(self) -> torch.Tensor:
-        """A detached copy that requires a gradient if the argument did."""
         return self.saved().detach().requires_grad_(self.wants_gradient)

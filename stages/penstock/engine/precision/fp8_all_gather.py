@@ -11,7 +11,7 @@ N rows, K columns.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import cast
 
 import torch
 import torch.distributed as dist
@@ -27,9 +27,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.float8 import Float8Matmul
 from penstock_kernels.float8 import (
     BLOCK,
-    AmaxReduceGroups,
     Float8Matrix,
-    Float8Recipe,
     Float8WeightShard,
     Sharing,
     compute_scales,
@@ -37,8 +35,6 @@ from penstock_kernels.float8 import (
     quantize,
     seen,
 )
-
-Scaled = tuple[Sharing, torch.Tensor]
 
 
 @dataclass(frozen=True)
@@ -51,22 +47,24 @@ class Rows:
     """The group of ranks that hold the other rows."""
     product: Float8Matmul
 
-    @property
-    def scheme(self) -> Float8Recipe:
-        """The FP8 recipe of the layer."""
-        return self.product.scheme
-
     def quantized(self, shard_NK: torch.Tensor) -> Float8Matrix:
-        """The rows quantized with the scales of the full weight."""
-        sharing = self.scheme.of_weights
-        blocks = seen(shard_NK, self.scheme.block)
+        scheme, agreement = self.product.scheme, self.product.agreement
+        sharing = scheme.of_weights
+        blocks = seen(shard_NK, scheme.block)
         largest = largest_of_part(blocks, sharing, self.first, self.num_rows)
         largest = largest_over(self.group, largest)
-        for agree in _reaching(self.product.agreement, sharing):
-            largest = agree(largest)
+        # Over ranks that hold other features of a scale's block.
+        groups = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
+        for agree in groups.get(sharing, ()):
+            largest = agree(largest) if agree else largest
         scales = compute_scales(largest, "e4m3")
-        codes = quantize(blocks, "e4m3", *_of_rows(sharing, scales, self.first, len(blocks))).codes
-        return Float8Matrix(codes, scales, sharing)
+        part: tuple[Sharing, torch.Tensor] = sharing, scales
+        if sharing != "tensor":
+            rows = torch.arange(self.first, self.first + len(blocks), device=scales.device)
+            # A tile may begin or end on other ranks.
+            is_tiled = sharing == "tiles"
+            part = ("groups", scales[rows // BLOCK]) if is_tiled else ("rows", scales[rows])
+        return Float8Matrix(quantize(blocks, "e4m3", *part).codes, scales, sharing)
 
 
 class Float8ShardedWeight(torch.Tensor):
@@ -75,13 +73,6 @@ class Float8ShardedWeight(torch.Tensor):
     rows: Rows
     # Operations on it give plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
-
-    @staticmethod
-    def of(shard_NK: torch.Tensor, rows: Rows) -> "Float8ShardedWeight":
-        """A Float8ShardedWeight that shares the memory."""
-        sharded = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
-        sharded.rows = rows
-        return sharded
 
     def fsdp_pre_all_gather(
         self,
@@ -106,7 +97,7 @@ class Float8ShardedWeight(torch.Tensor):
         out: torch.Tensor | None = None,
     ) -> tuple[torch.Tensor, tuple[torch.Tensor, ...]] | None:
         """Build the weight from gathered codes; with `out`, refill it after another all-gather."""
-        scheme, [codes] = self.rows.scheme, outputs
+        scheme, [codes] = self.rows.product.scheme, outputs
         coded = Float8Matrix(codes.view(torch.float8_e4m3fn), scales, scheme.of_weights)
         if out is None:
             return Float8WeightShard(coded, scheme.block, param_dtype), ()
@@ -135,24 +126,12 @@ def enable_fp8_all_gather(
                 uneven.append(name)
                 continue
             _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-            rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
-            weight._local_tensor = Float8ShardedWeight.of(weight._local_tensor, rows)
+            # It shares the memory.
+            sharded = torch.Tensor._make_subclass(Float8ShardedWeight, weight._local_tensor)
+            sharded.rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
+            weight._local_tensor = sharded
     if uneven:
         notify(
             f"train.enable_fp8_all_gather: {len(uneven)} weights are gathered unrounded, whose rows"
             f" are no multiple of the shards ({uneven[0]} is the first)"
         )
-
-
-def _reaching(agreement: AmaxReduceGroups, sharing: str) -> list[Any]:
-    """The amax reductions over ranks that hold other features of a weight's scale block."""
-    groups = {"tensor": (agreement.outputs, agreement.inputs), "rows": (agreement.inputs,)}
-    return [agree for agree in groups.get(sharing, ()) if agree]
-
-
-def _of_rows(sharing: Sharing, scales: torch.Tensor, first: int, count: int) -> Scaled:
-    """The scale sharing of rows, with their scales; a tile may begin or end on other ranks."""
-    if sharing == "tensor":
-        return sharing, scales
-    rows = torch.arange(first, first + count, device=scales.device)
-    return ("groups", scales[rows // BLOCK]) if sharing == "tiles" else ("rows", scales[rows])

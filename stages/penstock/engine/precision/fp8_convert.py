@@ -13,7 +13,6 @@ import torch.distributed as dist
 from torch import nn
 
 from penstock.adapters.lora import LoraLinear
-from penstock.config.schema.fp8 import Fp8Config
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.device_mesh import Axis, Mesh
 from penstock.engine.precision.fp8_layers import Float8Layers, float8_layers, is_shared
@@ -25,17 +24,6 @@ from penstock_kernels.float8 import Agree, AmaxReduceGroups, Float8Recipe
 
 OF_TOKENS: tuple[Axis, ...] = ("ring", "ulysses")
 """Context-parallel axes, whose ranks share the tokens of a packed sequence."""
-
-
-def build_recipe(fp8: Fp8Config) -> Float8Recipe:
-    """The FP8 recipe from the settings."""
-    return Float8Recipe(
-        recipe=fp8.recipe,
-        gradients=fp8.of_gradients,
-        input_gradient="quantized" if fp8.quantize_input_grad else "exact",
-        weight_gradient="quantized" if fp8.quantize_weight_grad else "exact",
-        block=fp8.hadamard_block_size if fp8.hadamard else None,
-    )
 
 
 def convert_to_float8_training(
@@ -52,21 +40,24 @@ def convert_to_float8_training(
     """
     if not train.enable_fp8_training:
         return Float8Layers()
-    layers = float8_layers(train, names, roles)
-    notify(layers.description(train.fp8))
+    fp8, layers = train.fp8, float8_layers(train, names, roles)
+    notify(layers.description(fp8))
+    scheme = Float8Recipe(
+        recipe=fp8.recipe,
+        gradients=fp8.of_gradients,
+        input_gradient="quantized" if fp8.quantize_input_grad else "exact",
+        weight_gradient="quantized" if fp8.quantize_weight_grad else "exact",
+        block=fp8.hadamard_block_size if fp8.hadamard else None,
+    )
     for part in parts:
-        _put(part, layers, build_recipe(train.fp8))
+        modules = dict(part.named_modules())
+        for native in layers.chosen:
+            module = modules.get(native)
+            if isinstance(module, LoraLinear):
+                module.affine = Float8Matmul(scheme)
+            elif isinstance(module, nn.Linear):
+                part.set_submodule(native, Float8Linear(module, Float8Matmul(scheme)))
     return layers
-
-
-def _put(model: CausalLM, layers: Float8Layers, scheme: Float8Recipe) -> None:
-    modules = dict(model.named_modules())
-    for native in layers.chosen:
-        module = modules.get(native)
-        if isinstance(module, LoraLinear):
-            module.affine = Float8Matmul(scheme)
-        elif isinstance(module, nn.Linear):
-            model.set_submodule(native, Float8Linear(module, Float8Matmul(scheme)))
 
 
 def products_in(model: CausalLM) -> Mapping[str, Float8Matmul]:
@@ -79,10 +70,8 @@ def products_in(model: CausalLM) -> Mapping[str, Float8Matmul]:
 
 
 def set_amax_reduce_groups(parts: Sequence[CausalLM], layers: Float8Layers, mesh: Mesh) -> None:
-    """Set the groups for amax reduction on FP8 layers; in place.
-
-    The layers are those that `convert_to_float8_training` has converted. Call it on every rank.
-    """
+    """Set the groups for amax reduction on layers that `convert_to_float8_training` has converted;
+    in place. Call it on every rank."""
     if not layers.chosen:
         return
     tokens, features = _largest(mesh, *OF_TOKENS), _largest(mesh, "tensor")

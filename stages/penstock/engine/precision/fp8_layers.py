@@ -5,7 +5,6 @@ networks. The embedding, the LM head, routers and experts are not. The choice do
 layout. Checked before any process starts: no torch here.
 """
 
-from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from penstock.config.schema.fp8 import Fp8Config
@@ -22,7 +21,6 @@ MULTIPLE = 16
 TILE = 128
 
 CAPABILITY = (8, 9)
-"""The compute capability of the first GPUs with FP8."""
 
 FIELD = "train.fp8.exclude_modules"
 
@@ -39,7 +37,6 @@ class Float8Layers:
     """Experts per MoE layer; they are computed in the model's own precision."""
 
     def description(self, fp8: Fp8Config) -> str:
-        """The choice, in one line."""
         line = f"train.enable_fp8_training: {len(self.chosen)} linear layers in float8"
         line += f" ({fp8.recipe}, gradients {fp8.of_gradients}"
         line += ", turned)" if fp8.hadamard else ")"
@@ -55,19 +52,19 @@ class Float8Layers:
 
 
 def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8Layers:
-    """The FP8 layers of a model.
-
-    Raises:
-        ConfigError: an entry of `exclude_modules` matches nothing.
-        CapabilityError: no layer would be converted, or only a part of one.
-    """
+    """The FP8 layers of a model. Raises ConfigError if an entry of `exclude_modules` matches
+    nothing, and CapabilityError if no layer would be converted, or only a part of one."""
     fp8 = train.fp8
     require_known(FIELD, fp8.exclude_modules, names)
     layers, excluded = Float8Layers(), list[str]()
-    for native, role in _linear_layers(names, roles):
-        parts = [name.removesuffix(".weight") for name in names.hf_names(f"{native}.weight")]
+    for name in names.native_names():
+        native, _, leaf = name.rpartition(".")
+        role = find_parallel_style(native, roles)
+        if leaf != "weight" or role not in (ParallelStyle.COLWISE, ParallelStyle.ROWWISE):
+            continue
+        parts = [tensor.removesuffix(".weight") for tensor in names.hf_names(name)]
         excluded_parts = [part for part in parts if is_among(fp8.exclude_modules, part)]
-        rows, columns = names.native_shape(f"{native}.weight")
+        rows, columns = names.native_shape(name)
         if excluded_parts and len(excluded_parts) < len(parts):
             raise CapabilityError(fused(FIELD, excluded_parts[0]))
         if excluded_parts:
@@ -90,10 +87,7 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
 
 
 def require_float8(capability: tuple[int, int] | None) -> None:
-    """Raise CapabilityError for a GPU without FP8. None: unknown, or no GPU.
-
-    A CPU emulates it, slowly.
-    """
+    """Raise CapabilityError for a GPU without FP8. None: unknown, or a CPU, which emulates it."""
     if capability is not None and capability < CAPABILITY:
         has, wants = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise CapabilityError(
@@ -104,23 +98,13 @@ def require_float8(capability: tuple[int, int] | None) -> None:
 
 
 def is_shared(native: str) -> bool:
-    """Whether a layer is in shared experts.
-
-    Tensor-parallel ranks compute these in full for some of the tokens.
-    """
+    """Whether a layer is in shared experts, of which tensor-parallel ranks compute all features
+    for some of the tokens."""
     return ".mlp.shared_" in native
 
 
 def _unit(fp8: Fp8Config) -> int:
     return fp8.hadamard_block_size if fp8.hadamard else MULTIPLE
-
-
-def _linear_layers(names: WeightMap, roles: Roles) -> Iterator[tuple[str, ParallelStyle]]:
-    for name in names.native_names():
-        native, _, leaf = name.rpartition(".")
-        role = find_parallel_style(native, roles)
-        if leaf == "weight" and role in (ParallelStyle.COLWISE, ParallelStyle.ROWWISE):
-            yield native, role
 
 
 def _require_whole_parts(train: TrainConfig, names: WeightMap, layers: Float8Layers) -> None:

@@ -10,25 +10,17 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.weights import WeightMap
 
 
-def cast_frozen_params(dtype: torch.dtype, model: CausalLM) -> None:
-    """Cast frozen matrices to the compute dtype, in place.
+def cast_params(dtype: torch.dtype, model: CausalLM, *, frozen_matrices: bool = False) -> None:
+    """Cast every weight, or every frozen matrix, to `dtype`, in place.
 
-    Except routers that compute in fp32. Vectors are not cast: they are small, and norms are
-    computed in fp32.
+    Except routers that compute in fp32. Frozen vectors are small, and norms are computed in fp32.
     """
     exact = of_fp32_modules(model)
     for parameter in model.parameters():
-        is_matrix = parameter.is_floating_point() and parameter.dim() > 1
-        if is_matrix and not parameter.requires_grad and id(parameter) not in exact:
-            # `data` keeps the Parameter object, which tied modules share.
-            parameter.data = parameter.data.to(dtype)
-
-
-def cast_params(dtype: torch.dtype, model: CausalLM) -> None:
-    """Cast every weight to `dtype`, in place, except routers that compute in fp32."""
-    exact = of_fp32_modules(model)
-    for parameter in model.parameters():
+        if frozen_matrices and (parameter.requires_grad or parameter.dim() <= 1):
+            continue
         if parameter.is_floating_point() and id(parameter) not in exact:
+            # `data` keeps the Parameter object, which tied modules share.
             parameter.data = parameter.data.to(dtype)
 
 
