@@ -14,17 +14,15 @@ import torch
 from torch import nn
 
 from penstock.engine.distributed.context_parallel import ContextParallel
-from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import LogProbsFn
 from penstock.engine.moe.routers import Routers
 from penstock.losses.policy import LossInputs, TokenLoss, sequence_losses, token_losses
-from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
 
 NO_POSITION = -1
-"""The index of padding."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,12 @@ class PolicyLoss:
     params: Mapping[str, float]
 
     def of_tokens(self, logp_T: torch.Tensor, loss_inputs: LossInputs) -> torch.Tensor | None:
-        """The loss of each token, [T], or each target, [T, K]; None for losses over whole
-        sequences.
-        """
+        """The loss of each token, [T], or target, [T, K]; None for losses over whole sequences."""
         if self.name == "gspo":
             return None
         return token_losses(self.name, logp_T, loss_inputs, self.params)
 
     def of_sample(self, logp_T: torch.Tensor, loss_inputs: LossInputs) -> torch.Tensor:
-        """The loss of one whole sample, a scalar."""
         if self.name == "gspo":
             # In fp64, as in passes.
             return sequence_losses(
@@ -57,9 +52,7 @@ class LossBatch:
     """A micro-batch with the loss inputs of its tokens; all of the whole micro-batch."""
 
     batch: MicroBatch
-    """Labels, [T] or [T, K], are set wherever a log-prob is requested, also for tokens without a
-    loss.
-    """
+    """Labels, [T] or [T, K], are set wherever a log-prob is requested, with or without a loss."""
     loss_inputs: LossInputs
     """Shaped like the labels."""
     sample_T: torch.Tensor  # noqa: N815 - T names the dimension
@@ -90,13 +83,8 @@ class PolicyForwardBackward:
         log_probs = self._empty_log_probs(batches, num_tokens)
         calls = self._calls(batches, partial(self._train, log_probs, loss))
         if self.routers:
-            calls = self.routers.with_observers(
-                calls,
-                [loss_batch.batch for loss_batch in batches],
-                num_tokens,
-                self.layout.context,
-                self.layout.forward_for_observers,
-            )
+            micro_batches = [loss_batch.batch for loss_batch in batches]
+            calls = self.routers.with_observers(self.layout, calls, micro_batches, num_tokens)
         self.layout.forward_backward(calls)
         router_metrics = self.routers.finish_step(num_tokens) if self.routers else {}
         return self.ranks.all_reduce_sum(log_probs), router_metrics
@@ -105,7 +93,12 @@ class PolicyForwardBackward:
     def forward(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
         """The same log-probs without gradients."""
         log_probs = self._empty_log_probs(batches, num_tokens)
-        self.layout.forward(self._calls(batches, partial(self._forward_only, log_probs)))
+
+        def record(loss_batch: LossBatch, hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
+            self._record_log_probs(log_probs, loss_batch, hidden, head)
+            return hidden.new_zeros((), dtype=torch.float32)
+
+        self.layout.forward(self._calls(batches, record))
         return self.ranks.all_reduce_sum(log_probs)
 
     def _empty_log_probs(self, batches: Sequence[LossBatch], num_tokens: int) -> torch.Tensor:
@@ -114,12 +107,9 @@ class PolicyForwardBackward:
         # Zeros: one rank fills an index, and the sum over ranks has all.
         return torch.zeros(num_tokens, *targets, dtype=torch.float32, device=self.ranks.device)
 
-    def _calls(self, batches: Sequence[LossBatch], reduced: Any) -> Any:
-        device = self.ranks.device
-        local_batches = [
-            _to_local(loss_batch, self.layout.context, device) for loss_batch in batches
-        ]
-        reduces: list[OutputFn] = [partial(reduced, batch) for batch in local_batches]
+    def _calls(self, batches: Sequence[LossBatch], reduced: Any) -> list[ModelInputs]:
+        context, device = self.layout.context, self.ranks.device
+        reduces = [partial(reduced, _to_local(batch, context, device)) for batch in batches]
         return [
             self.layout.build_inputs(loss_batch.batch, reduce, device)
             for loss_batch, reduce in zip(batches, reduces, strict=True)
@@ -137,24 +127,16 @@ class PolicyForwardBackward:
         losses_T = loss.of_tokens(logp_T, loss_batch.loss_inputs)
         if losses_T is not None:
             return losses_T.sum()
-        # Computed identically on all ranks that share the samples; each has the gradients of its
-        # tokens.
-        return (
-            sequence_losses(
-                logp_T,
-                loss_batch.loss_inputs,
-                loss.params,
-                partial(self._sum_by_sample, loss_batch),
-            )
-            .sum()
-            .float()
-        )
 
-    def _forward_only(
-        self, log_probs: torch.Tensor, loss_batch: LossBatch, hidden: torch.Tensor, head: nn.Module
-    ) -> torch.Tensor:
-        self._record_log_probs(log_probs, loss_batch, hidden, head)
-        return hidden.new_zeros((), dtype=torch.float32)
+        def sum_by_sample(x_T: torch.Tensor) -> torch.Tensor:
+            # In fp64, so that the number of ranks that share a sample does not matter.
+            x_T = x_T.double()
+            sums = x_T.new_zeros(loss_batch.num_samples + 1).index_add(0, loss_batch.sample_T, x_T)
+            return self.layout.context.all_reduce_sum(sums[:-1])
+
+        # The same on all ranks that share the samples; each has the gradients of its tokens.
+        inputs = loss_batch.loss_inputs
+        return sequence_losses(logp_T, inputs, loss.params, sum_by_sample).sum().float()
 
     def _record_log_probs(
         self, log_probs: torch.Tensor, loss_batch: LossBatch, hidden: torch.Tensor, head: nn.Module
@@ -166,18 +148,9 @@ class PolicyForwardBackward:
             log_probs[loss_batch.position_T[has_position]] = logp_T.detach()[has_position]
         return logp_T
 
-    def _sum_by_sample(self, loss_batch: LossBatch, x_T: torch.Tensor) -> torch.Tensor:
-        # In fp64, so that the number of ranks that share a sample does not matter.
-        x_T = x_T.double()
-        sums = x_T.new_zeros(loss_batch.num_samples + 1).index_add(0, loss_batch.sample_T, x_T)
-        return self.layout.context.all_reduce_sum(sums[:-1])
-
 
 def _to_local(loss_batch: LossBatch, context: ContextParallel, device: torch.device) -> LossBatch:
-    """Slice the batch to this context-parallel rank and move it to the device.
-
-    Non-tensor fields still describe the full micro-batch.
-    """
+    """This rank's tokens, on the device; other fields still describe the full micro-batch."""
 
     def part(x_T: torch.Tensor) -> torch.Tensor:
         return to_device(context.shard_tensor(x_T), device)

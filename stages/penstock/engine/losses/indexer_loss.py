@@ -4,16 +4,14 @@ The divergences of all layers (`indexer_loss` of the kernels), summed over the t
 times the coefficient, divided by the tokens.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
 
 from penstock.config.schema.train import TrainConfig
-from penstock.engine.distributed.parallel_model import ModelInputs
 from penstock.engine.step_part import StepPart, StepState
-from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.indexer import LOSS, Indexer, IndexerLoss
@@ -29,11 +27,12 @@ class IndexerLosses(StepPart):
     """One for each micro-batch of the step, which its passes fill."""
 
     def before_forward(self, step: StepState) -> None:
-        """Give the calls their losses, multiplied by the loss scale."""
         factor = self.coefficient * step.scale / max(1, step.counts.tokens)
         self._losses = [IndexerLoss(factor, batch.num_tokens) for batch in step.batches]
-        pairs = zip(step.calls, self._losses, strict=True)
-        step.calls = [_with_loss(call, loss) for call, loss in pairs]
+        for number, loss in enumerate(self._losses):
+            call = step.calls[number]
+            segments = replace(call.segments, memo={**call.segments.memo, LOSS: loss})
+            step.calls[number] = replace(call, segments=segments)
 
     def after_backward(self, step: StepState) -> torch.Tensor:
         """This rank's part of the sum over tokens, mean over layers; fp64 [1]."""
@@ -43,14 +42,8 @@ class IndexerLosses(StepPart):
         return sum(sums, total)[None] / self.num_layers
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """The mean over tokens and layers."""
         self._losses = []
         return {"indexer_loss": totals[0] / max(1, step.counts.tokens)}
-
-
-def _with_loss(call: ModelInputs, loss: IndexerLoss) -> ModelInputs:
-    metadata = {**call.segments.memo, LOSS: loss}
-    return replace(call, segments=replace(call.segments, memo=metadata))
 
 
 def build_indexer_losses(train: TrainConfig, config: DecoderConfig) -> IndexerLosses | None:
@@ -79,10 +72,7 @@ def set_trainable_indexers(train: TrainConfig, model: Decoder) -> None:
         return
     if train.indexer_warmup:
         model.requires_grad_(False)
-    for indexer in _indexers(model):
-        indexer.requires_grad_(True)
-        indexer.is_warmup = train.indexer_warmup
-
-
-def _indexers(model: CausalLM) -> Iterator[Indexer]:
-    return (module for module in model.modules() if isinstance(module, Indexer))
+    for module in model.modules():
+        if isinstance(module, Indexer):
+            module.requires_grad_(True)
+            module.is_warmup = train.indexer_warmup

@@ -24,7 +24,6 @@ from penstock.losses.labels import IGNORED, Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.multi_token_prediction import FurtherTokens
-from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
 
 
@@ -37,8 +36,7 @@ class MTPLoss(StepPart):
     layout: ParallelModel
     loss_fn: SumLossFn
     _total: torch.Tensor = field(init=False, repr=False)
-    """This rank's mean over the depths, without weight and scale, which the forward passes add up;
-    fp64 [1]."""
+    """This rank's mean over the depths, without weight and scale; fp64 [1]."""
 
     def before_forward(self, step: StepState) -> None:
         """Give the calls the losses of all depths, multiplied by the loss scale."""
@@ -49,41 +47,33 @@ class MTPLoss(StepPart):
             return
         depth_loss = partial(self._depth_loss, step.counts.divisor, step.scale, self._total)
         for number, batch in enumerate(step.batches):
-            ids_KT, labels_KT = map(self._own_tokens, further_tokens(batch, self.depths))
-            weights_KT = self._further_weights(batch)
+            # Id 0 where the document has no further token: no earlier one attends to it.
+            lengths, depths = batch.lengths, self.depths
+            ids_KT = self._own_tokens(shifted(batch.input_ids_T, lengths, depths, 0))
+            labels_KT = self._own_tokens(shifted(batch.labels_T, lengths, depths, IGNORED))
+            weights_KT: Sequence[torch.Tensor | None] = [None] * depths
+            if batch.loss_weights_T is not None:
+                further_KT = shifted(batch.loss_weights_T, lengths, depths, 0)
+                weights_KT = self._own_tokens(further_KT).unbind()
             labels = [
                 Labels.from_host(labels_S, device, weights_S)
                 for labels_S, weights_S in zip(labels_KT, weights_KT, strict=True)
             ]
             outputs: list[OutputFn] = [partial(depth_loss, depth) for depth in labels]
-            index_KT = self._feature_index(batch, device)
+            index_KT, images = None, self.layout.images
+            if batch.images is not None and isinstance(images, ImageInputBuilder):
+                index_KT = shifted(images.feature_index(batch), lengths, depths, -1)
+                index_KT = to_device(self._own_tokens(index_KT), device)
             further = FurtherTokens(to_device(ids_KT, device), outputs, index_KT)
             step.calls[number] = replace(step.calls[number], further=further)
 
     def after_backward(self, step: StepState) -> torch.Tensor:
-        """This rank's total."""
         del step
         return self._total
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """The mean over the depths."""
         del step
         return {"mtp_loss": totals[0]}
-
-    def _further_weights(self, batch: MicroBatch) -> Sequence[torch.Tensor | None]:
-        """This rank's loss weights of the labels of each depth."""
-        if batch.loss_weights_T is None:
-            return [None] * self.depths
-        weights_KT = shifted(batch.loss_weights_T, batch.lengths, self.depths, 0)
-        return self._own_tokens(weights_KT).unbind()
-
-    def _feature_index(self, batch: MicroBatch, device: torch.device) -> torch.Tensor | None:
-        """`FurtherTokens.feature_index_KT`."""
-        images = self.layout.images
-        if batch.images is None or not isinstance(images, ImageInputBuilder):
-            return None
-        index_KT = shifted(images.feature_index(batch), batch.lengths, self.depths, -1)
-        return to_device(self._own_tokens(index_KT), device)
 
     def _own_tokens(self, values_KT: torch.Tensor) -> torch.Tensor:
         """This context-parallel rank's tokens: those whose hidden states it has."""
@@ -113,13 +103,6 @@ def build_mtp_loss(
     if not config.num_mtp_layers:
         return None
     return MTPLoss(train.mtp_loss_weight, config.num_mtp_layers, layout, loss_fn)
-
-
-def further_tokens(batch: MicroBatch, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of each depth, [K, T]: those k positions further on in the document.
-    Where it has none the label is IGNORED and the id is 0, which no earlier token attends to."""
-    ids_KT = shifted(batch.input_ids_T, batch.lengths, depths, 0)
-    return ids_KT, shifted(batch.labels_T, batch.lengths, depths, IGNORED)
 
 
 def shifted(values_T: torch.Tensor, lengths: Sequence[int], depths: int, fill: int) -> torch.Tensor:

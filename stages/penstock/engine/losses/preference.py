@@ -6,13 +6,19 @@ step is split. D samples of a micro-batch, A completions of each.
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
 from torch import nn
 
 from penstock.config.schema.preference import PreferenceConfig
-from penstock.engine.losses.sequence_logprobs import SequenceLogProbs, num_prompt_tokens, num_tokens
+from penstock.engine.losses.sequence_logprobs import (
+    CompletionLogProbsFn,
+    SequenceLogProbs,
+    num_prompt_tokens,
+    num_tokens,
+)
 from penstock.engine.step_part import StepPart, StepState
 from penstock.losses.preference import (
     PreferenceInputs,
@@ -52,9 +58,22 @@ class PreferenceBatch:
         ratios_DA = policy_DA[:, :PER_SAMPLE] - self.reference_DA
         return length_normalize(ratios_DA, self.tokens_DA, config.normalization)
 
-    def answers(self, ratios_DA: torch.Tensor, baseline_A: torch.Tensor | None) -> PreferenceInputs:
-        """The inputs of a loss."""
-        return PreferenceInputs(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
+    def losses(
+        self, policy_DA: torch.Tensor, baseline_A: torch.Tensor | None, config: PreferenceConfig
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The loss of each sample, [D], and the sums for the metrics, [M, 2]."""
+        ratios_DA = self.ratios(policy_DA, config)
+        inputs = PreferenceInputs(ratios_DA, baseline_A, self.desirable_D, self.score_gap_D)
+        losses_D, sft = preference_losses(inputs, config), self.sft_log_probs(policy_DA)
+        sums = metric_sums(
+            policy_DA[:, :PER_SAMPLE],
+            ratios_DA,
+            losses_D,
+            (sft, self.sft_tokens_D),
+            self.desirable_D,
+            config,
+        )
+        return losses_D, sums
 
     @property
     def sft_tokens_D(self) -> torch.Tensor:  # noqa: N802
@@ -62,7 +81,6 @@ class PreferenceBatch:
         return (self.tokens_DA[:, 0] + self.prompt_tokens_D) * self.sft_mask_D
 
     def sft_log_probs(self, policy_DA: torch.Tensor) -> torch.Tensor:
-        """Their summed log-prob, [D]."""
         return (policy_DA[:, 0] + policy_DA[:, PER_SAMPLE:].sum(1)) * self.sft_mask_D
 
     @property
@@ -79,56 +97,72 @@ class Preferences(StepPart):
 
     config: PreferenceConfig
     sums: SequenceLogProbs
-    _step: "PreferenceStep | None" = field(default=None, init=False, repr=False)
+    _metric_totals: torch.Tensor = field(init=False, repr=False)
+    """This rank's sums for the metrics, [M, 2], filled during the passes."""
 
     def before_forward(self, step: StepState) -> None:
         """Set the loss, multiplied by the loss scale. With a baseline, all completions pass through
         the model once more before."""
-        self._step = self._start(step)
-        step.set_output_fns([*map(self._step.reduce, step.batches, range(len(step.batches)))])
-        # The loss is of samples, however many tokens count as trained.
-        step.has_loss = True
-
-    def after_backward(self, step: StepState) -> torch.Tensor:
-        """This rank's sums for the metrics."""
-        del step
-        assert self._step
-        return self._step.metric_totals.flatten()
-
-    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """The metrics of the step."""
-        del step
-        self._step = None
-        return metrics_by_name([totals[start : start + 2] for start in range(0, len(totals), 2)])
-
-    def _start(self, step: StepState) -> "PreferenceStep":
-        batches = step.batches
-        inputs = self._build_inputs(batches, step.references)
+        inputs = self._build_inputs(step.batches, step.references)
         counts = torch.zeros(2, dtype=torch.float64, device=self.sums.ranks.device)
         counts[0] += sum(len(batch.tokens_DA) for batch in inputs)
         for batch in inputs:
             counts[1] += batch.sft_tokens_D.sum()
         self.sums.ranks.all_reduce_sum(counts)
-        # Every rank of a replica has counted the same samples.
-        samples, tokens = (counts / self.sums.layout.model_parallel_size).clamp_min(1.0).unbind()
-        evaluated = self._evaluate(batches, inputs) if self.config.needs_baseline else []
-        return PreferenceStep(
-            self,
-            inputs,
-            samples,
-            tokens,
-            self._baseline(evaluated),
-            step.scale,
-            self._empty_metrics(),
-        )
+        # Every rank of a replica has counted the same samples. Left on the device: no sync here.
+        counts = (counts / self.sums.layout.model_parallel_size).clamp_min(1.0)
+        evaluated = self._evaluate(step.batches, inputs) if self.config.needs_baseline else []
+        baseline_A, self._metric_totals = self._baseline(evaluated), self._empty_metrics()
+        output_fns: list[OutputFn] = []
+        for batch, batch_inputs in zip(step.batches, inputs, strict=True):
+            sums = self.sums.reducer(batch)
+            output_fns.append(
+                partial(self._loss, sums, batch_inputs, baseline_A, counts, step.scale)
+            )
+        step.set_output_fns(output_fns)
+        # The loss is of samples, however many tokens count as trained.
+        step.has_loss = True
+
+    def after_backward(self, step: StepState) -> torch.Tensor:
+        del step
+        return self._metric_totals.flatten()
+
+    def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
+        del step
+        return metrics_by_name([totals[start : start + 2] for start in range(0, len(totals), 2)])
+
+    def _loss(
+        self,
+        sums: CompletionLogProbsFn,
+        inputs: PreferenceBatch,
+        baseline_A: torch.Tensor | None,
+        counts: torch.Tensor,
+        scale: float,
+        hidden: torch.Tensor,
+        head: nn.Module,
+    ) -> torch.Tensor:
+        """This rank's part of the loss of one micro-batch, a scalar in fp32, whose gradient is that
+        of the whole loss. `counts`: samples and tokens trained with cross-entropy of the step.
+        """
+        config, (num_samples, num_sft_tokens) = self.config, counts.unbind()
+        policy_DA = sums(hidden, head)
+        losses_D, metrics = inputs.losses(policy_DA, baseline_A, config)
+        loss = config.pref_loss_ratio * losses_D.sum() / num_samples
+        if config.sft_weight:
+            sft_tokens = -inputs.sft_log_probs(policy_DA).sum() / num_sft_tokens
+            loss = loss + config.sft_weight * sft_tokens
+        if self.sums.layout.is_loss_rank:
+            self._metric_totals.add_(metrics)
+        else:
+            # Ranks that share packed sequences compute the same loss; one of them reports it.
+            loss = loss - loss.detach()
+        return (loss * scale).float()
 
     def forward_only(
         self, batches: Sequence[MicroBatch], references: Sequence[torch.Tensor]
     ) -> "list[CompletionLogProbs]":
         """Evaluate completions without training, on the ranks that report; nothing on others.
-
-        Collective.
-        """
+        Collective."""
         return self._evaluate(batches, self._build_inputs(batches, references))
 
     def _evaluate(
@@ -145,25 +179,11 @@ class Preferences(StepPart):
         self, evaluated: "Sequence[CompletionLogProbs]"
     ) -> tuple[float, Mapping[str, float]]:
         """The loss over all completions that any rank has evaluated, and metrics by name.
-
-        Collective.
-        """
-        config, metric_totals, baseline_A = (
-            self.config,
-            self._empty_metrics(),
-            self._baseline(evaluated),
-        )
+        Collective."""
+        config, metric_totals = self.config, self._empty_metrics()
+        baseline_A = self._baseline(evaluated)
         for policy_DA, inputs in evaluated:
-            ratios_DA = inputs.ratios(policy_DA, config)
-            losses_D = preference_losses(inputs.answers(ratios_DA, baseline_A), config)
-            metric_totals += metric_sums(
-                policy_DA[:, :PER_SAMPLE],
-                ratios_DA,
-                losses_D,
-                (inputs.sft_log_probs(policy_DA), inputs.sft_tokens_D),
-                inputs.desirable_D,
-                config,
-            )
+            metric_totals += inputs.losses(policy_DA, baseline_A, config)[1]
         metrics = metrics_by_name(self.sums.ranks.all_reduce_sum(metric_totals).tolist())
         loss = config.pref_loss_ratio * metrics.get(PREFERENCE_LOSS, 0.0)
         return loss + config.sft_weight * metrics.get(SFT_LOSS, 0.0), metrics
@@ -178,10 +198,10 @@ class Preferences(StepPart):
             reference_DA = torch.zeros_like(tokens_DA)
             if references:
                 reference_DA = to_device(references[index], device).double()
-            desirable = batch.branching.desirable if batch.branching else ()
-            desirable_D = to_device(torch.tensor(desirable, dtype=torch.bool), device)
-            is_judged = self.config.loss_type == "kto"
-            gap_D = None
+            judged_D = gap_D = None
+            if self.config.loss_type == "kto":
+                desirable = batch.branching.desirable if batch.branching else ()
+                judged_D = to_device(torch.tensor(desirable, dtype=torch.bool), device)
             if self.config.offset_alpha:
                 gaps = batch.branching.score_gaps if batch.branching else ()
                 gap_D = to_device(torch.tensor(gaps, dtype=torch.float64), device)
@@ -189,13 +209,7 @@ class Preferences(StepPart):
             if self.config.learns_prompts:
                 prompt_tokens_D = to_device(num_prompt_tokens(batch), device).to(prompt_tokens_D)
             inputs.append(
-                PreferenceBatch(
-                    reference_DA,
-                    tokens_DA,
-                    prompt_tokens_D,
-                    desirable_D if is_judged else None,
-                    gap_D,
-                )
+                PreferenceBatch(reference_DA, tokens_DA, prompt_tokens_D, judged_D, gap_D)
             )
         return inputs
 
@@ -222,53 +236,3 @@ class CompletionLogProbs(NamedTuple):
     policy_DA: torch.Tensor  # noqa: N815
     """Log-probs summed over tokens, fp64; a last column has those of prompts, if trained."""
     inputs: PreferenceBatch
-
-
-@dataclass(frozen=True)
-class PreferenceStep:
-    """One step of `Preferences`."""
-
-    of: Preferences
-    inputs: Sequence[PreferenceBatch]
-    num_samples: torch.Tensor
-    """Samples of the whole step, at least 1: an fp64 scalar on the device, which is not waited
-    for."""
-    num_sft_tokens: torch.Tensor
-    """Tokens of all completions trained with cross-entropy, likewise."""
-    baseline_A: torch.Tensor | None  # noqa: N815 - A names the dimension
-    scale: float
-    metric_totals: torch.Tensor = field(repr=False)
-    """This rank's sums for the metrics, [M, 2], filled during the passes."""
-
-    def reduce(self, batch: MicroBatch, index: int) -> OutputFn:
-        """Function from hidden states and head to this rank's part of the loss of one micro-batch.
-
-        A scalar in fp32; its gradient is that of the whole loss.
-        """
-        config, inputs, sums = self.of.config, self.inputs[index], self.of.sums.reducer(batch)
-
-        def reduced(hidden: torch.Tensor, head: nn.Module) -> torch.Tensor:
-            policy_DA = sums(hidden, head)
-            ratios_DA = inputs.ratios(policy_DA, config)
-            losses_D = preference_losses(inputs.answers(ratios_DA, self.baseline_A), config)
-            loss = config.pref_loss_ratio * losses_D.sum() / self.num_samples
-            if config.sft_weight:
-                sft_tokens = -inputs.sft_log_probs(policy_DA).sum() / self.num_sft_tokens
-                loss = loss + config.sft_weight * sft_tokens
-            if self.of.sums.layout.is_loss_rank:
-                self.metric_totals.add_(
-                    metric_sums(
-                        policy_DA[:, :PER_SAMPLE],
-                        ratios_DA,
-                        losses_D,
-                        (inputs.sft_log_probs(policy_DA), inputs.sft_tokens_D),
-                        inputs.desirable_D,
-                        config,
-                    )
-                )
-            else:
-                # Ranks that share packed sequences compute the same loss; one of them reports it.
-                loss = loss - loss.detach()
-            return (loss * self.scale).float()
-
-        return reduced

@@ -10,7 +10,7 @@ from functools import partial
 import torch
 from torch import nn
 
-from penstock.engine.distributed.parallel_model import ParallelModel
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import LogProbsFn
 from penstock.losses.labels import Labels
@@ -34,11 +34,9 @@ class SequenceLogProbs:
     ranks: ProcessInfo
     log_probs: LogProbsFn
     with_prompts: bool = False
-    """Whether prompt tokens are summed too."""
 
     @property
     def is_loss_rank(self) -> bool:
-        """Whether this rank reports for its replica."""
         ends = any(part.lm_head is not None for part in self.layout.parts)
         return ends and self.layout.is_loss_rank
 
@@ -72,37 +70,26 @@ class SequenceLogProbs:
 
     @torch.no_grad()
     def gather(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The log-probs of each micro-batch's completions, shaped as by `CompletionLogProbsFn`.
-
-        They are on the one rank of a replica that reports them, and zeros on the others: an
-        all-reduce gives all of them.
+        """The log-probs of each micro-batch's completions, shaped as by `CompletionLogProbsFn`, on
+        the one rank of a replica that reports them; zeros on the others.
         """
-        log_probs = [self._zeros(batch) for batch in batches]
-        self.layout.forward(
-            [
-                self.layout.build_inputs(
-                    batch, partial(self._record, into, self.reducer(batch)), self.ranks.device
-                )
-                for batch, into in zip(batches, log_probs, strict=True)
-            ]
-        )
+        device, calls, log_probs = self.ranks.device, list[ModelInputs](), list[torch.Tensor]()
+
+        def record(
+            into_DA: torch.Tensor, sums: CompletionLogProbsFn, hidden: torch.Tensor, head: nn.Module
+        ) -> torch.Tensor:
+            log_probs_DA = sums(hidden, head)
+            if self.layout.is_loss_rank:
+                into_DA.copy_(log_probs_DA)
+            return hidden.new_zeros((), dtype=torch.float32)
+
+        for batch in batches:
+            shape = num_completions(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
+            log_probs.append(torch.zeros(shape, dtype=torch.float64, device=device))
+            output_fn = partial(record, log_probs[-1], self.reducer(batch))
+            calls.append(self.layout.build_inputs(batch, output_fn, device))
+        self.layout.forward(calls)
         return log_probs
-
-    def _zeros(self, batch: MicroBatch) -> torch.Tensor:
-        shape = num_completions(batch) // PER_SAMPLE, PER_SAMPLE + self.with_prompts
-        return torch.zeros(shape, dtype=torch.float64, device=self.ranks.device)
-
-    def _record(
-        self,
-        into_DA: torch.Tensor,
-        sums: CompletionLogProbsFn,
-        hidden: torch.Tensor,
-        head: nn.Module,
-    ) -> torch.Tensor:
-        log_probs_DA = sums(hidden, head)
-        if self.layout.is_loss_rank:
-            into_DA.copy_(log_probs_DA)
-        return hidden.new_zeros((), dtype=torch.float32)
 
 
 def num_completions(batch: MicroBatch) -> int:

@@ -25,13 +25,11 @@ class TokenLoss(StepPart):
     loss_fn: SumLossFn
 
     def before_forward(self, step: StepState) -> None:
-        """Multiplied by the loss scale."""
         divisor = step.counts.divisor / step.scale
         step.set_output_fns([self.output_fn(batch, divisor) for batch in step.batches])
 
     def output_fn(self, batch: MicroBatch, divisor: float) -> OutputFn:
-        """Function from hidden states and LM head to this rank's summed token losses over
-        `divisor`."""
+        """Function to this rank's summed token losses over `divisor`."""
         labels = self.layout.context.shard_labels(batch, self.ranks.device)
 
         def output_fn(hidden_TD: torch.Tensor, head: nn.Module) -> torch.Tensor:

@@ -78,24 +78,16 @@ class LoadBalancingConfig:
     """The load balancing of a training step."""
 
     load: float
-    """The coefficient of the load-balancing loss."""
     z: float
-    """The coefficient of the router z-loss."""
     over: Literal["row", "step"]
-    """The tokens over which load is balanced: those of each packed sequence, or of the whole
-    step.
-    """
+    """Whether load is balanced over the tokens of each packed sequence, or of the whole step."""
     bias_rate: float
-    """The bias update rate per step."""
     log_stats: bool
-    """Whether router statistics are logged."""
 
     @classmethod
     def of(cls, train: TrainConfig, experts: RoutedLayers | None) -> "LoadBalancingConfig | None":
-        """The settings of a run; None if a step does nothing with routers.
-
-        Raises ConfigError if it should and the model has no routers.
-        """
+        """The settings of a run; None if a step does nothing with routers. Raises ConfigError if
+        it should and the model has no routers."""
         if experts is None:
             if needs_router_config(train):
                 raise _without_experts(train)
@@ -112,7 +104,6 @@ class LoadBalancingConfig:
 
     @property
     def has_aux_loss(self) -> bool:
-        """Whether an auxiliary loss is added."""
         return bool(self.load or self.z)
 
 

@@ -13,7 +13,7 @@ T tokens of this rank, S received tokens, D model width, K experts per token.
 # pyright: reportMissingImports=false, reportIncompatibleMethodOverride=false
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import Any, Literal, Protocol
 
 import torch
@@ -38,9 +38,7 @@ Combining = Literal["at_once", "meanwhile"]
 class Event(Protocol):
     """The completion event of a buffer operation."""
 
-    def current_stream_wait(self) -> None:
-        """Make the current stream wait for it."""
-        ...
+    def current_stream_wait(self) -> None: ...
 
 
 class Buffer(Protocol):
@@ -60,11 +58,8 @@ class Buffer(Protocol):
 
 
 def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_sms: int) -> Buffer:
-    """Open the communication buffer of this rank; a collective call.
-
-    `width` is the model width. Raises ConfigError if DeepEP's kernels need more memory than
-    `gigabytes`.
-    """
+    """Open the communication buffer of this rank for a model of this width; a collective call.
+    Raises ConfigError if DeepEP's kernels need more memory than `gigabytes`."""
     # The import loads GPU kernels, so it must follow the choice of this process's device.
     from deep_ep import Buffer  # noqa: PLC0415
 
@@ -91,14 +86,11 @@ class DeepEP:
     ranks."""
 
     def __init__(self, buffer: Buffer, num_experts: int, *, combining: Combining) -> None:
-        """`num_experts` counts the experts of all ranks; each rank holds equally many, in rank
-        order.
-        """
+        # Experts of all ranks; each holds equally many, in rank order.
         self._buffer, self._num_experts, self._combining = buffer, num_experts, combining
         self._pending: _PendingCombine | None = None
 
     def register_hooks(self, mixture: MoE) -> None:
-        """Register the hooks on an MoE layer that holds this rank's experts."""
         if mixture.experts.row_dropout is not None:
             raise CapabilityError(NO_DROPOUT)
         mixture.dispatch = self
@@ -113,10 +105,7 @@ class DeepEP:
         experts: Experts,
         /,
     ) -> torch.Tensor:
-        """Dispatch tokens to the ranks of their experts and combine the outputs, [T, D].
-
-        Unless combining waits at once, the result is not complete before `finish_dispatch`.
-        """
+        """The outputs of the tokens, [T, D]; complete after `finish_dispatch`, if there is one."""
         layout = _DispatchLayout(self._buffer, self._num_experts)
         x_SD, choice_SK, weights_SK = _DispatchTokens.apply(x_TD, choice_TK, weights_TK, layout)
         # Most tokens also have experts on other ranks: those copies are sorted last and left out.
@@ -131,32 +120,31 @@ class DeepEP:
         return _CombineAsync.apply(outputs_SD, self._pending)
 
     def wait_combine(self, y_TD: torch.Tensor) -> torch.Tensor:
-        """Wait for the last combine and return its result."""
         pending, self._pending = self._pending, None
         assert pending, "wait_combine without a dispatch"
         return _WaitCombine.apply(y_TD, pending)
 
 
+@dataclass(eq=False)
 class _DispatchLayout:
     """The dispatch layout of sent tokens, reused to combine and for the backward pass."""
 
-    def __init__(self, buffer: Buffer, num_experts: int) -> None:
-        self.buffer, self.num_experts = buffer, num_experts
-        self.handle: Any = None
-        self.num_rows = 0
-        """Copies of received tokens that have an expert on this rank."""
+    buffer: Buffer
+    num_experts: int
+    handle: Any = None
+    num_rows: int = 0
+    """Copies of received tokens that have an expert on this rank."""
 
 
+@dataclass(eq=False)
 class _PendingCombine:
     """A combine in progress: outputs in the forward pass, their gradients in the backward pass."""
 
-    def __init__(self, layout: _DispatchLayout) -> None:
-        self.layout = layout
-        self.event: Event | None = None
-        self.grad_SD: torch.Tensor | None = None
+    layout: _DispatchLayout
+    event: Event | None = None
+    grad_SD: torch.Tensor | None = None  # noqa: N815 - SD names the dimensions
 
     def wait(self) -> None:
-        """Make the current stream wait for it."""
         assert self.event, "no combine is in progress"
         self.event.current_stream_wait()
         self.event = None
@@ -252,9 +240,8 @@ class _WaitCombine(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         pending: _PendingCombine = ctx.pending
-        pending.grad_SD, pending.event = _dispatch_again(
-            grads[0], pending.layout, async_finish=True
-        )
+        options = {"async_finish": True}
+        pending.grad_SD, pending.event = _dispatch_again(grads[0], pending.layout, **options)
         return grads[0], None
 
 

@@ -5,6 +5,7 @@ No torch here. The ranks check what needs torch.
 
 from collections.abc import Iterator
 from importlib.util import find_spec
+from typing import NoReturn
 
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
@@ -13,7 +14,6 @@ from penstock.core.machine.gpus import Gpus
 
 PACKAGE = "deep_ep"
 MIN_CAPABILITY = (9, 0)
-"""The lowest CUDA compute capability supported here."""
 
 NO_DROPOUT = (
     "model.ep_dispatch is deepep, which does not say which token a row is of, and lora.lora_dropout"
@@ -23,57 +23,44 @@ NO_DROPOUT = (
 
 
 def require_nvlink(run: RunConfig, gpus: Gpus) -> None:
-    """Reject `model.ep_dispatch: deepep` without its package, recent GPUs or NVLink.
-
-    Raises CapabilityError.
-    """
-    if run.model.ep_dispatch == "deepep":
-        _refuse(_missing_requirement(gpus))
-
-
-def require_one_machine(run: RunConfig, world: int, ranks_per_machine: int) -> None:
-    """Reject `model.ep_dispatch: deepep` if an expert-parallel group spans several machines.
-
-    `world` processes fit the layout. Raises CapabilityError.
-    """
-    if run.model.ep_dispatch == "deepep":
-        _refuse(_spans_machines(run, world, ranks_per_machine))
-
-
-def _refuse(reason: str | None) -> None:
-    if reason:
-        raise CapabilityError(
-            f"model.ep_dispatch is deepep, {reason}.\n"
-            "  Write model.ep_dispatch: alltoall, or leave it out."
-        )
-
-
-def _missing_requirement(gpus: Gpus) -> str | None:
+    """Raise CapabilityError for `model.ep_dispatch: deepep` without its package, recent GPUs or
+    NVLink."""
+    if run.model.ep_dispatch != "deepep":
+        return
     if not gpus.count:
-        return "which needs CUDA devices, and there is none"
+        _refuse("which needs CUDA devices, and there is none")
     if find_spec(PACKAGE) is None:
-        return (
+        _refuse(
             f"and the package {PACKAGE} is not installed; it is built from "
             "https://github.com/deepseek-ai/DeepEP"
         )
     if gpus.capability and gpus.capability < MIN_CAPABILITY:
         needs, has = (".".join(map(str, version)) for version in (MIN_CAPABILITY, gpus.capability))
-        return f"which needs GPUs of capability {needs} or later, and these have {has}"
+        _refuse(f"which needs GPUs of capability {needs} or later, and these have {has}")
     if gpus.has_nvlink is False:
-        return "which goes over NVLink, and no two of these GPUs are connected by NVLink"
-    return None
+        _refuse("which goes over NVLink, and no two of these GPUs are connected by NVLink")
 
 
-def _spans_machines(run: RunConfig, world: int, ranks_per_machine: int) -> str | None:
+def require_one_machine(run: RunConfig, world: int, ranks_per_machine: int) -> None:
+    """Raise CapabilityError for `model.ep_dispatch: deepep` if an expert-parallel group spans
+    several machines. `world` processes fit the layout."""
+    if run.model.ep_dispatch != "deepep":
+        return
     for sharing in _ranks_that_share(run.train, world):
         machines = {rank // ranks_per_machine for rank in sharing}
         if len(machines) > 1:
-            return (
+            _refuse(
                 f"which goes over NVLink, and train.expert_parallel_size: {len(sharing)} has "
                 f"experts shared by ranks {', '.join(map(str, sharing))}, which are on "
                 f"{len(machines)} machines of {ranks_per_machine} processes"
             )
-    return None
+
+
+def _refuse(reason: str) -> NoReturn:
+    raise CapabilityError(
+        f"model.ep_dispatch is deepep, {reason}.\n"
+        "  Write model.ep_dispatch: alltoall, or leave it out."
+    )
 
 
 def _ranks_that_share(train: TrainConfig, world: int) -> Iterator[range]:

@@ -16,7 +16,7 @@ from torch import nn
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.device_mesh import DATA_AXES, Mesh
-from penstock.engine.distributed.parallel_model import ModelInputs
+from penstock.engine.distributed.parallel_model import ModelInputs, ParallelModel
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.moe.balancing_settings import LoadBalancingConfig, RoutedLayers
@@ -40,9 +40,6 @@ from penstock_kernels.to_device import to_device
 MAX_LOGGED_COUNTS = 1024
 """Token counts per expert are logged for models with up to so many experts in total."""
 
-Observe = Callable[[Sequence[ModelInputs]], None]
-"""Runs forward passes as in training, without backward passes."""
-
 
 def build_routers(
     train: TrainConfig,
@@ -52,10 +49,8 @@ def build_routers(
     mesh: Mesh,
     ranks: ProcessInfo,
 ) -> "Routers | None":
-    """The load balancing of a run; None if nothing is requested. Collective.
-
-    Raises ConfigError if something is requested and the model has no routers.
-    """
+    """The load balancing of a run; None if nothing is requested. Collective. Raises ConfigError if
+    something is requested and the model has no routers."""
     routed = routed_layers(config)
     balance = LoadBalancingConfig.of(train, routed)
     if balance is None or routed is None:
@@ -87,7 +82,6 @@ class Routers(StepPart):
         mesh: Mesh,
         ranks: ProcessInfo,
     ) -> None:
-        """`params` are the parameters of the parts. Collective."""
         self._balance, self._config, self._ranks = balance, config, ranks
         self._layer_index: dict[nn.Module, int] = {
             router: config.layers.index(layer)
@@ -114,34 +108,25 @@ class Routers(StepPart):
     def before_forward(self, step: StepState) -> None:
         """Observe the routers of the calls, which may run a forward pass of all of them."""
         self._ranks.heartbeat.set_phase("forward")
-        model, tokens = step.model, step.counts.tokens
         step.calls = self.with_observers(
-            step.calls,
-            step.batches,
-            tokens,
-            model.context,
-            model.forward_for_observers,
-            scale=step.scale,
+            step.model, step.calls, step.batches, step.counts.tokens, scale=step.scale
         )
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
-        """See `finish_step`."""
         del totals
         return self.finish_step(step.counts.tokens)
 
     def with_observers(
         self,
+        model: ParallelModel,
         calls: Sequence[ModelInputs],
         batches: Sequence[MicroBatch],
         tokens: int,
-        context: ContextParallel,
-        observe: Observe,
         *,
         scale: float = 1.0,
     ) -> list[ModelInputs]:
-        """The calls of a step of `tokens` tokens, with router observers.
-
-        Auxiliary losses are multiplied by `scale`, like the loss.
+        """The calls of a step of `tokens` tokens, with router observers. Auxiliary losses are
+        multiplied by `scale`, like the loss.
 
         Balancing over the whole step needs the expert counts of all tokens before the first
         backward pass. In a step of one pass the ranks exchange counts during it; with more, all
@@ -150,7 +135,7 @@ class Routers(StepPart):
         # Losses are means over tokens and layers.
         factor = scale / (max(1, tokens) * len(self._config.layers))
         load, z = self._balance.load * factor, self._balance.z * factor
-        rows = [LocalRows.of(batch, context, self._ranks.device) for batch in batches]
+        rows = [LocalRows.of(batch, model.context, self._ranks.device) for batch in batches]
         step = to_device(torch.tensor([tokens]), self._ranks.device)
 
         def with_row(of: "LocalRows") -> AuxLossGradFn:
@@ -180,29 +165,24 @@ class Routers(StepPart):
             return build_observers(with_row, load, z)
         if len(calls) == 1:
             return build_observers(lambda _: with_pass, load, z)
-        observe(build_observers(lambda _: None, 0.0, 0.0))
+        model.forward_for_observers(build_observers(lambda _: None, 0.0, 0.0))
         counts_LE = self._totals()[:, : self._config.num_experts]
         grads_LE = aux_loss_grad(counts_LE, step.expand(len(counts_LE)))
         return build_observers(lambda _: with_step, load, z)
 
     @torch.no_grad()
     def finish_step(self, tokens: int) -> dict[str, Any]:
-        """Update the biases and return the metrics of a step of `tokens` tokens, the same on all
-        ranks.
-
-        Call it after the optimizer step.
-        """
+        """Update the biases, after the optimizer step, and return the metrics of a step of
+        `tokens` tokens, the same on all ranks."""
         totals, experts = self._totals(), self._config.num_experts
         if self._balance.bias_rate:
             for layer_index, local_param in self._biases.items():
                 # Of totals over all ranks: the copies of a bias move alike without communication.
                 moves_E = update_expert_bias(totals[layer_index, :experts], self._balance.bias_rate)
                 for piece in local_param.shards:
-                    _add_box(
-                        moves_E.view(piece.full_shape),
-                        piece.view(local(local_param.parameter)),
-                        piece.offsets,
-                    )
+                    box = piece.view(local(local_param.parameter))
+                    moves = piece.within(moves_E.view(piece.full_shape))
+                    box.add_(moves.to(box.device, box.dtype))
         self._collectors = []
         metrics: dict[str, Any] = {}
         sums = totals.cpu()
@@ -216,7 +196,6 @@ class Routers(StepPart):
         return metrics
 
     def _metrics(self, counts_LE: torch.Tensor, shares_LE: torch.Tensor) -> dict[str, list[Any]]:
-        """The metrics, with one entry per MoE layer in every list."""
         metrics = {
             "layers": list(self._config.layers),
             "entropy": [round(entropy(shares_E), 6) for shares_E in shares_LE],
@@ -229,18 +208,12 @@ class Routers(StepPart):
         return metrics
 
     def _totals(self) -> torch.Tensor:
-        """The router statistics of the step by layer, summed over ranks.
-
-        Token counts and probability sums of each expert, and the two losses, undivided.
-
-        fp64 [L, 2 E + 2], in which counts are exact.
+        """The router statistics of the step by layer, summed over ranks: token counts and
+        probability sums of each expert, and the two losses, undivided. fp64 [L, 2 E + 2], in which
+        counts are exact.
         """
-        experts = self._config.num_experts
-        sums = torch.zeros(
-            (len(self._config.layers), 2 * experts + 2),
-            dtype=torch.float64,
-            device=self._ranks.device,
-        )
+        shape = len(self._config.layers), 2 * self._config.num_experts + 2
+        sums = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         for collector in self._collectors:
             for router, statistics in collector.statistics.items():
                 sums[self._layer_index[router]] += statistics
@@ -264,7 +237,6 @@ class LocalRows:
 
     @staticmethod
     def of(batch: MicroBatch, context: ContextParallel, device: torch.device) -> "LocalRows":
-        """This rank's share, on the device."""
         sizes = torch.tensor([size for _, size in batch.rows], dtype=torch.int64)
         row_T = torch.zeros(sum(batch.lengths), dtype=torch.int64)
         used = torch.arange(1, len(sizes) + 1).repeat_interleave(sizes)
@@ -278,9 +250,7 @@ class RouterStatsCollector:
     def __init__(
         self, rows: LocalRows, grad_fn: AuxLossGradFn | None, load: float, z: float
     ) -> None:
-        """`load` and `z` are the loss coefficients; without a `grad_fn` there is no load-balancing
-        loss.
-        """
+        # `load` and `z` are loss coefficients; no load-balancing loss without a `grad_fn`.
         self._rows, self._grad_fn, self._load, self._z = rows, grad_fn, load, z
         self._grads: dict[nn.Module, torch.Tensor | None] = {}
         self.statistics: dict[nn.Module, torch.Tensor] = {}
@@ -290,17 +260,14 @@ class RouterStatsCollector:
 
     @property
     def row_T(self) -> torch.Tensor:  # noqa: N802 - T names the dimension
-        """See `RouterObserver`."""
         return self._rows.row_T
 
     @property
     def num_rows(self) -> int:
-        """See `RouterObserver`."""
         return len(self._rows.tokens_R)
 
     @property
     def has_aux_loss(self) -> bool:
-        """See `RouterObserver`."""
         return bool(self._load or self._z)
 
     def observes_pass(self, router: nn.Module) -> bool:
@@ -332,10 +299,3 @@ def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.
     total = counts.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total
-
-
-def _add_box(full: torch.Tensor, box: torch.Tensor, offsets: Sequence[int]) -> None:
-    """Add the matching box of `full` to a box of a tensor."""
-    for dim, (offset, size) in enumerate(zip(offsets, box.shape, strict=True)):
-        full = full.narrow(dim, offset, size)
-    box.add_(full.to(box.device, box.dtype))
