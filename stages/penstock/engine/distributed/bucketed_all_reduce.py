@@ -57,7 +57,6 @@ class BucketedAllReduce:
             bucket.num_pending = len(bucket.parameters)
 
     def wait(self) -> None:
-        """Wait until every gradient is the sum over all ranks of the group."""
         self._is_last_backward = False
         while self._next < len(self._buckets):
             self._launch_next()

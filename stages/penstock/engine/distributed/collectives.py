@@ -21,9 +21,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 _reduce_scatter = getattr(dist, "reduce_scatter_single", None) or dist.reduce_scatter_tensor
 
 Residual = Literal["whole", "split"]
-"""Whether each rank of a group holds all tokens of the residual stream, or its share (sequence
-parallelism).
-"""
+"""Whether ranks hold all tokens of the residual stream, or a share each (sequence parallelism)."""
 
 ReduceDtype = torch.dtype | None
 """The dtype of reductions; None: the dtype of the tensor."""

@@ -17,7 +17,6 @@ import torch
 
 from penstock.engine.distributed.collectives import reduce_from_tp_region
 from penstock.engine.distributed.device_mesh import Axis, Mesh
-from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.ring_attention import Ring, RingSegments, ring_segments
 from penstock.engine.distributed.ulysses import Ulysses
 from penstock.engine.generation.kv_cache import with_kv_cache
@@ -33,18 +32,13 @@ from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.sparse_attention import PartialSegments
 
 
-def multiple(degrees: ParallelDims) -> int:
-    """What T must be a multiple of."""
-    # In zigzag order a ring rank has two chunks.
-    return degrees.ulysses * (2 * degrees.ring if degrees.ring > 1 else 1)
-
-
 class ContextParallel:
     """This rank's share of the tokens of packed sequences, and attention from it to all tokens."""
 
     def __init__(self, mesh: Mesh) -> None:
         """Every rank of the mesh must create it at the same time."""
-        self.multiple = multiple(mesh.dims)
+        # What T must be a multiple of: in zigzag order a ring rank has two chunks.
+        self.multiple = mesh.dims.ulysses * (2 * mesh.dims.ring if mesh.dims.ring > 1 else 1)
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
         self._mesh, self._groups = mesh, [group for group in (ring, ulysses) if group]
         self._ring = Ring(ring, mesh.size("ring"), mesh.index("ring")) if ring else None
@@ -81,7 +75,6 @@ class ContextParallel:
         return VarlenMetadata.of(batch.lengths, device, start_rows=start_rows, bidirectional=runs)
 
     def attention_fn(self, backend: str) -> AttentionFn:
-        """Attention from this rank's tokens to the whole packed sequence, on `backend`."""
         ring = self._ring
         inner = ring.attend(backend) if ring else with_kv_cache(attention.backend(backend))
         return self._ulysses.attend(inner) if self._ulysses else inner
@@ -106,10 +99,8 @@ class ContextParallel:
                 module.keys = _GatheredKeys(exchange, self.shard_tensor)
 
     def all_reduce_sum(self, local_sum: torch.Tensor) -> torch.Tensor:
-        """All-reduce `local_sum` over the context-parallel ranks.
-
-        The gradient of each rank's term is the gradient of the sum, so what follows must be
-        computed identically on all ranks.
+        """All-reduce `local_sum`. The gradient of each rank's term is the gradient of the sum, so
+        what follows must be computed identically on all ranks.
         """
         for group in self._groups:
             local_sum = reduce_from_tp_region(local_sum, group, "whole")
@@ -120,7 +111,6 @@ class ContextParallel:
         return self._ulysses.gather(x_S) if self._ulysses else x_S
 
     def shard_tensor(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's share of a per-token tensor of a micro-batch."""
         assert x_T.shape[0] % self.multiple == 0, (
             f"{x_T.shape[0]} tokens are not padded to a multiple of {self.multiple}"
         )
@@ -157,7 +147,6 @@ class _GatheredKeys:
 
 
 def _ranges(numbers: Sequence[int]) -> list[range]:
-    """Ascending numbers as ranges."""
     ranges: list[range] = []
     for number in numbers:
         if ranges and number == ranges[-1].stop:

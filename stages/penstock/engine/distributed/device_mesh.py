@@ -36,10 +36,8 @@ DATA_AXES: tuple[Axis, ...] = ("replicate", "shard", "ring", "ulysses")
 
 
 class Mesh:
-    """The device mesh from the view of one rank.
-
-    Creating a process group is collective, so every rank must request the same groups in the same
-    order.
+    """The device mesh from the view of one rank. Creating a process group is collective, so every
+    rank must request the same groups in the same order.
     """
 
     def __init__(
@@ -50,10 +48,8 @@ class Mesh:
         *,
         experts: Placement = "adjacent",
     ) -> None:
-        """The world size must be the product of the degrees.
-
-        Experts are sharded over `adjacent` ranks, or over `strided` ones: ranks as far apart as
-        possible.
+        """The world size must be the product of the degrees. Experts are sharded over `adjacent`
+        ranks, or over `strided` ones: ranks as far apart as possible.
         """
         self._placement: Placement = experts
         self.dims, self.rank, self.device_type = dims, rank, device_type
@@ -64,7 +60,6 @@ class Mesh:
         self._meshes: dict[object, DeviceMesh] = {}
 
     def size(self, *axes: Axis) -> int:
-        """The number of ranks along these axes."""
         return math.prod(getattr(self.dims, axis) for axis in axes)
 
     def index(self, *axes: Axis) -> int:
@@ -102,10 +97,8 @@ class Mesh:
         return self._by_axes([replicate, shard], names)["replicate", "shard"]
 
     def expert_mesh(self) -> DeviceMesh:
-        """The expert mesh of this pipeline stage.
-
-        `expert` ranks share a layer's experts; `shard` ranks hold the same experts and shard their
-        weights.
+        """The expert mesh of this pipeline stage: `expert` ranks share a layer's experts; `shard`
+        ranks hold the same experts and shard their weights.
         """
 
         def grid() -> torch.Tensor:

@@ -37,7 +37,7 @@ def parallelize_experts(
     """Keep this rank's experts of every layer, and register token dispatchers; in place.
 
     Call it on every rank before anything is sharded. The size of the expert-parallel group must
-    divide the number of experts. Does nothing without expert parallelism.
+    divide the number of experts.
     """
     if mesh.dims.expert == 1:
         return

@@ -23,8 +23,7 @@ from penstock.core import env
 from penstock.engine.launch.stores import listening_store
 
 NCCL_NO_ABORT_ENV = {"TORCH_NCCL_ASYNC_ERROR_HANDLING": "0", "TORCH_NCCL_ENABLE_MONITORING": "0"}
-"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another process.
-"""
+"""Otherwise NCCL's watchdog and its monitor would end this process for an error of another."""
 
 FP8_DTYPES = (torch.float8_e4m3fn, torch.float8_e5m2)
 """Dtypes that backends do not support; they are sent as bytes."""
@@ -74,9 +73,8 @@ class ExternalProcessGroup:
         return "nccl" if self._device.type == "cuda" else "gloo"
 
     def join(self) -> None:
-        """Wait until the others have joined; NCCL connects lazily, so do not wait there.
-
-        Raises RuntimeError if they do not join in time, or the group was abandoned meanwhile.
+        """Wait until the others have joined, except over NCCL, which connects lazily. Raises
+        RuntimeError if they do not join in time, or the group was abandoned meanwhile.
         """
         if self._device.type != "cuda":
             # Options that torch's stubs leave out; by default gloo binds the ranks' interface.
@@ -93,10 +91,8 @@ class ExternalProcessGroup:
             self._backend = dist.ProcessGroupNCCL(self._store, 0, self._size, options)
 
     def broadcast(self, tensors: Sequence[torch.Tensor]) -> None:
-        """Broadcast tensors to all others, one after another, and wait for completion.
-
-        Raises RuntimeError if another process is gone or does not receive in time.
-        """
+        """Broadcast tensors, one after another, and wait for completion. Raises RuntimeError if
+        another process is gone or does not receive in time."""
         assert self._backend is not None, "call join first"
         options = dist.BroadcastOptions()
         options.rootRank, options.rootTensor = 0, 0
@@ -120,7 +116,6 @@ class ExternalProcessGroup:
             torch.cuda.synchronize()
 
     def close(self) -> None:
-        """Close a group with no operation in progress."""
         backend, self._backend = self._backend, None
         if backend is not None:
             backend.shutdown()

@@ -122,7 +122,6 @@ class FullTensorGather:
         ]
 
     def _local_data(self, box: Box) -> torch.Tensor:
-        """This rank's shard of a tensor, on the device of the process group."""
         shard, parameter = self._local_shards[box]
         return shard.view(local(parameter.detach())).to(self._ranks.device)
 

@@ -33,9 +33,7 @@ ALLOWED_NAMES = {
 }
 """Allowed by module and name: functions that a message may call with any arguments."""
 RECORD_MODULES = ("penstock.", "torch.distributed.checkpoint.")
-"""Modules whose records are rebuilt."""
 EXCEPTION_PACKAGES = ("builtins", "penstock", "torch")
-"""Packages whose exceptions are rebuilt."""
 NUMERIC_KINDS = "biufc"
 """Numpy dtype kinds that hold only numbers."""
 

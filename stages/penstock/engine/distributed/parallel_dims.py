@@ -87,7 +87,6 @@ class LayoutError:
 
     reason: str
     settings: tuple[str, ...]
-    """Names such as `train.tensor_parallel_size`."""
 
 
 def build_parallel_dims(train: TrainConfig, world: int) -> ParallelDims:
@@ -214,10 +213,8 @@ def rows_per_step(train: TrainConfig, num_replicas: int) -> int:
 
 
 def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
-    """Gradient accumulation steps: micro-batches per replica and optimizer step.
-
-    Raises ConfigError if the global batch size does not divide that way.
-    """
+    """Micro-batches per replica and optimizer step. Raises ConfigError if the global batch size
+    does not divide that way."""
     if train.global_batch_size is None:
         return train.gradient_accumulation_steps
     at_once = train.micro_batch_size * num_replicas

@@ -49,7 +49,6 @@ class ModelInputs:
     output_fn: OutputFn
     """Function from hidden states and LM head to the summed loss of this rank's tokens."""
     dropout: DropoutRNG | None = None
-    """None: no dropout."""
     router_observer: RouterObserver | None = None
     further: FurtherTokens | None = None
     """What layers that predict further tokens read; None where they are not run."""
@@ -85,18 +84,15 @@ class ParallelModel:
     parts: Sequence[CausalLM]
     """One part, or one for each pipeline stage of this rank."""
     params: Sequence[LocalParam]
-    """Every parameter of the parts."""
     context: ContextParallel
     sync: GradSync
     pipeline: "Pipeline | None"
-    """None without pipeline parallelism."""
     autocast: AutocastContext
     """Context manager around forward passes: autocast, if the weights are not cast themselves."""
     images: ImageInputBuilder | ImageTextInputs | None = None
     """None for a model without a vision part."""
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Reports which pass begins when gradients are computed. Gradient reduction counts as backward.
-    """
+    """Reports which pass begins; gradient reduction counts as backward."""
 
     @property
     def trainable(self) -> list[LocalParam]:
@@ -119,7 +115,6 @@ class ParallelModel:
         device: torch.device,
         noise: DropoutRNG | None = None,
     ) -> ModelInputs:
-        """The model inputs for this rank's tokens of a micro-batch."""
         images = None
         if self.images is not None:
             batch = self.images.with_layout(batch)
@@ -201,29 +196,19 @@ class ParallelModel:
                 part.train()
 
     @torch.no_grad()
-    def forward_only(self, call: ModelInputs) -> None:
-        """Run a forward pass in the current mode, for what `reduce` itself records."""
-        if self.pipeline:
-            self.pipeline.forward([call])
-        else:
-            self._forward_one(call)
-
-    @torch.no_grad()
-    def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
-        """Run a forward pass as in training for router observers, without a loss."""
-        calls = [
-            replace(
-                call,
-                output_fn=no_loss,
-                further=call.further and call.further.with_output(no_loss),
-            )
-            for call in calls
-        ]
+    def forward_only(self, *calls: ModelInputs) -> None:
+        """Run forward passes in the current mode, for what `reduce` itself records."""
         if self.pipeline:
             self.pipeline.forward(calls)
         else:
             for call in calls:
                 self._forward_one(call)
+
+    def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
+        """Run a forward pass as in training for router observers, without a loss."""
+        further = [call.further and call.further.with_output(no_loss) for call in calls]
+        pairs = zip(calls, further, strict=True)
+        self.forward_only(*(replace(call, output_fn=no_loss, further=f) for call, f in pairs))
 
     def _accumulate(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), device=calls[0].input_ids_T.device)

@@ -15,10 +15,8 @@ from penstock.core.errors import ConfigError
 
 
 def virtual_stages(train: TrainConfig) -> int:
-    """Virtual stages per rank: the setting, or the schedule's minimum.
-
-    Raises ConfigError for a number that the schedule cannot run.
-    """
+    """Virtual stages per rank: the setting, or the schedule's minimum. Raises ConfigError for a
+    number that the schedule cannot run."""
     schedule, written = train.pipeline_parallel_schedule, train.pipeline_parallel_virtual_stages
     if schedule not in INTERLEAVED + V_SHAPED:
         if written not in (None, 1):

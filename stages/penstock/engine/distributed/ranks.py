@@ -28,7 +28,6 @@ class ProcessInfo:
     world_size: int
     device: torch.device
     heartbeat: Heartbeat = field(default_factory=Heartbeat, compare=False)
-    """Where this rank reports its current phase."""
 
     @property
     def is_main_process(self) -> bool:
@@ -36,19 +35,16 @@ class ProcessInfo:
         return self.rank == 0
 
     def all_reduce_sum(self, value: torch.Tensor) -> torch.Tensor:
-        """The sum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.SUM)
         return value
 
     def all_reduce_max(self, value: torch.Tensor) -> torch.Tensor:
-        """The elementwise maximum of `value` over all ranks, in place."""
         with self.heartbeat.waiting():
             dist.all_reduce(value, op=dist.ReduceOp.MAX)
         return value
 
     def any_rank(self, flag: bool) -> bool:
-        """Whether `flag` is set on any rank; the same result on all ranks."""
         return bool(self.max_over_ranks(flag)[0])
 
     def max_over_ranks(self, *values: int) -> list[int]:
@@ -85,7 +81,13 @@ def init_process_group(
     device, backend, device_id = rank_device(local_rank), "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _set_cuda_backends()
+        # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds a plan for
+        # each new input shape (70 ms on an H200): for each new document length of packed rows, and
+        # in decoding for each length of the KV cache.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+        # By default cuBLAS may reduce the partial sums of split-K matmuls in bf16 or fp16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         backend, device_id = "nccl", device
     heartbeat.set_phase("joining the other ranks")
     if not dist.is_initialized():
@@ -108,16 +110,6 @@ def init_process_group(
                 device_id=device_id,
             )
     return ProcessInfo(rank, local_rank, world, device, heartbeat)
-
-
-def _set_cuda_backends() -> None:
-    # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds an execution
-    # plan for each new input shape (70 ms on an H200): for each new document length of packed rows,
-    # and in decoding for each length of the KV cache.
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-    # By default cuBLAS may reduce the partial sums of split-K matmuls in bf16 or fp16.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:

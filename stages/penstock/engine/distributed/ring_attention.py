@@ -53,11 +53,8 @@ class RingStep:
 
     distance: int
     send: range
-    """The tokens of this rank whose keys and values are sent; nothing if empty."""
     recv_count: int
-    """The number of tokens whose keys and values are received."""
     parts: tuple[AttentionBlock, ...]
-    """Attention to the received keys; empty if no query sees them."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -73,15 +70,11 @@ class RingSegments(VarlenMetadata):
     of other ranks lie in between.
     """
     doc_lengths: tuple[int, ...]
-    """The document lengths of the packed sequence."""
     size: int
-    """The size of the ring."""
     index: int
-    """This rank's index in it."""
     spans: tuple[Span, ...] | None
     """How far the tokens are seen if documents are trees with branches."""
     bidirectional: tuple[Run, ...]
-    """The bidirectional runs of the packed sequence."""
 
     def with_window(self, window: int | None) -> "RingSegments":
         """The segments under a sliding window of `window` tokens (the query's own included);
@@ -271,23 +264,24 @@ class P2PTransfer:
         return self.received
 
 
-class _KVPrefetcher:
-    """Iterate over received keys and values; the next transfer overlaps with attention to these."""
+def _receive_kv(
+    ring: Ring, steps: Sequence[RingStep], kv_T2KH: torch.Tensor
+) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
+    """The keys and values of each step; its transfer overlaps with attention to those before."""
 
-    def __init__(self, ring: Ring, steps: Sequence[RingStep], kv_T2KH: torch.Tensor) -> None:
-        self.ring, self.steps, self.kv_T2KH = ring, steps, kv_T2KH
-        self._transfers = [self._start(step) for step in steps[:1]]
+    def start(step: RingStep) -> P2PTransfer:
+        send = kv_T2KH[_to_slice(step.send)] if step.send else None
+        return ring.start_transfer(send, step.distance, kv_T2KH, step.recv_count)
 
-    def __iter__(self) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
-        for step, following in zip(self.steps, (*self.steps[1:], None), strict=True):
-            transfer = self._transfers.pop()
+    def receive(transfers: list[P2PTransfer]) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
+        for step, following in zip(steps, (*steps[1:], None), strict=True):
+            transfer = transfers.pop()
             if following:
-                self._transfers.append(self._start(following))
+                transfers.append(start(following))
             yield step, transfer.wait()
 
-    def _start(self, step: RingStep) -> P2PTransfer:
-        send = self.kv_T2KH[_to_slice(step.send)] if step.send else None
-        return self.ring.start_transfer(send, step.distance, self.kv_T2KH, step.recv_count)
+    # The first one starts now, before the caller attends to its own keys.
+    return receive([start(step) for step in steps[:1]])
 
 
 class _RingAttention(torch.autograd.Function):
@@ -315,7 +309,7 @@ class _RingAttention(torch.autograd.Function):
         attend = block.backend(backend)
         # One message for both.
         kv_T2KH = torch.stack((k_TKH, v_TKH), dim=1)
-        incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
+        incoming = _receive_kv(ring, segments.steps, kv_T2KH)
         y_TNH, lse_TN = attend(q_TNH, k_TKH, v_TKH, segments, scale, window, soft_cap)
         # Each merge rounds the output, so it is summed in a wider dtype.
         y_TNH, lse_TN = y_TNH.to(_accum_dtype(q_TNH)), lse_TN.contiguous()
@@ -348,7 +342,7 @@ class _RingAttention(torch.autograd.Function):
         q_TNH, kv_T2KH, y_TNH, lse_TN, sinks_N = ctx.saved_tensors
         segments, scale, ring, soft_cap = ctx.segments, ctx.scale, ctx.ring, ctx.soft_cap
         gradients = block_backward.backend(ctx.backend)
-        incoming = _KVPrefetcher(ring, segments.steps, kv_T2KH)
+        incoming = _receive_kv(ring, segments.steps, kv_T2KH)
         k_TKH, v_TKH = kv_T2KH.unbind(1)
         local_inputs = (q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments)
         dq, dk, dv = gradients(dy_TNH, *local_inputs, scale, ctx.window, soft_cap)

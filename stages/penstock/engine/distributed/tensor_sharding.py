@@ -56,14 +56,10 @@ class TensorParallelPlan:
     names: WeightMap
     roles: Roles
     size: int
-    """The size of the tensor axis."""
     index: int
-    """This rank's index along the tensor axis."""
     residual: Residual
     expert_size: int = 1
-    """The number of expert-parallel ranks."""
     expert_index: int = 0
-    """This rank's index among them."""
     formats: Mapping[str, Format] = field(default_factory=dict[str, Format])
     """The formats of quantized parameters, by their unquantized names."""
     copied: frozenset[str] = frozenset()
@@ -141,8 +137,7 @@ class TensorParallelPlan:
         return spans
 
     def span(self, layer: str, features: int = 0) -> Span:
-        """This rank's features of a checkpoint layer. The last part of its name is enough where
-        all layers have heads of the same size.
+        """This rank's features of a checkpoint layer, or of all, by the last part of the name.
 
         `features` is the total of a feed-forward network or of a token mixer with a state; it is
         not read for other layers.
@@ -205,10 +200,8 @@ class TensorParallelPlan:
         return torch.cat(boxes) if boxes else None
 
     def is_in_moe(self, module: str) -> bool:
-        """Whether a module is part of an MoE layer.
-
-        These are not split: each rank computes them for its own share of the tokens.
-        """
+        """Whether a module is part of an MoE layer, which each rank computes, unsplit, for its own
+        share of the tokens."""
         experts, parts = self.names.config.experts, module.split(".")
         if experts is None or parts[:2] != ["model", "layers"] or parts[3:4] != ["mlp"]:
             return False
@@ -230,7 +223,6 @@ class TensorParallelPlan:
         return self.names.hf_shapes()
 
     def _lora_shards(self, factor: LoraParamName, shape: tuple[int, ...]) -> Iterator[TensorShard]:
-        """A LoRA factor under its name in a model without fused projections."""
         layer = self.names.hf_layer(factor.hf_module)
         name = native_name(layer, factor.side)
         rows, columns = self._shapes[f"{layer}.weight"]
@@ -343,9 +335,8 @@ def param_shards(
 def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorShard:
     """The same box of one component tensor of a quantized matrix.
 
-    Columns are split between quantization groups; with one scale per row they are split anywhere,
-    and every rank with a part of the row has the scale. Raises CapabilityError for a split within a
-    group.
+    Columns are split between quantization groups; with one scale per row they are split anywhere.
+    Raises CapabilityError for a split within a group.
     """
     if len(shard.full_shape) == 3:
         # Whole experts of a stack [E, K, N] are rows of the matrix [E N, K] that is quantized.
@@ -368,8 +359,8 @@ def _quantized_shard(shard: TensorShard, leaf: str, format: Format) -> TensorSha
         )
     width = format.widths(columns)[leaf]
     before, leaf_width = format.widths(first)[leaf] if first else 0, format.widths(count)[leaf]
-    # One scale for the whole row.
     if leaf_width == width:
+        # One scale for the whole row, which every rank with a part of it has.
         before = 0
     return replace(
         shard,

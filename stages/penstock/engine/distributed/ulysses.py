@@ -46,7 +46,6 @@ class Ulysses:
         self._zigzag = zigzag
 
     def shard(self, x_T: torch.Tensor) -> torch.Tensor:
-        """This rank's consecutive share of all tokens."""
         return x_T.chunk(self.size)[self.index]
 
     def attend(self, inner: AttentionFn) -> AttentionFn:

@@ -65,7 +65,6 @@ class ModelDims:
     linear: StateLayerConfig | None = None
     """The sizes of layers with a state; None: there are none."""
     published: QuantizationConfig | None = None
-    """The format of its pre-quantized weights."""
 
     @classmethod
     def of(cls, hf: HfConfig) -> "ModelDims":
@@ -132,13 +131,11 @@ def validate_layout(
     dims: ModelDims | None,
     other_launches: Iterable[LayoutSuggestion],
 ) -> ParallelDims:
-    """Return the valid layout of a run.
+    """Return the valid layout of a run. Raises ConfigError with every violation and the nearest
+    valid layout.
 
     `get_world_size` returns how many processes a run would start, `dims` may be None if the layout
-    does not split the model, and `other_launches` are other numbers of processes that may be
-    suggested.
-
-    Raises ConfigError with every violation and the nearest valid layout.
+    does not split the model, and `other_launches` are other numbers of processes to suggest.
     """
     world = get_world_size(run)
     errors = layout_errors(run, world, dims)

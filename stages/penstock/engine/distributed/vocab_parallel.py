@@ -39,8 +39,7 @@ from penstock.losses.token_metrics import Scores, chunked_logits, token_scores
 from penstock_kernels.cross_entropy import SoftmaxStats, VocabShard
 
 Logits = Literal["divided", "gathered"]
-"""Whether the loss is computed from each rank's own logits, or from gathered logits on every rank.
-"""
+"""Whether the loss is computed from each rank's own logits, or from gathered ones on every rank."""
 
 
 class SumLossFn(Protocol):
@@ -61,21 +60,17 @@ class SumLossFn(Protocol):
 
 
 LogProbsFn = Callable[[torch.Tensor, nn.Module, torch.Tensor | Labels], torch.Tensor]
-"""Function from final hidden states, head and labels [T] to the labels' log-probs [T], the same on
-all ranks of the group, with gradients; labels [T, K] give [T, K].
-"""
+"""Function from final hidden states, head and labels [T] to the labels' log-probs [T], with
+gradients; labels [T, K] give [T, K]. Like the next two, the same on all ranks of the group."""
 
 TokenScoresFn = Callable[[torch.Tensor, nn.Module, torch.Tensor | Labels], Scores]
-"""Function from final hidden states, head and labels [T] to the scores of each trained token, the
-same on all ranks of the group.
-"""
+"""Function from final hidden states, head and labels [T] to the scores of each trained token."""
 
 LogitsFn = Callable[
     [torch.Tensor, nn.Module, torch.Tensor], Iterator[tuple[torch.Tensor, torch.Tensor]]
 ]
 """Function from final hidden states, head and token positions [S] to chunks of positions and their
-full-vocabulary logits [C, V], the same on all ranks of the group.
-"""
+full-vocabulary logits [C, V]."""
 
 
 class VocabParallelEmbedding(nn.Embedding):
@@ -84,7 +79,6 @@ class VocabParallelEmbedding(nn.Embedding):
     def __init__(
         self, rows_WD: nn.Parameter, first: int, group: dist.ProcessGroup, residual: Residual
     ) -> None:
-        """`rows_WD` are the table's rows from `first` on."""
         # On the meta device: the weight that nn.Embedding makes is replaced.
         super().__init__(rows_WD.shape[0], rows_WD.shape[1], device="meta")
         self.weight = rows_WD
@@ -92,9 +86,7 @@ class VocabParallelEmbedding(nn.Embedding):
         self.residual: Residual = residual
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeddings of token ids [T]: of all of them, or of this rank's share with a split
-        residual.
-        """
+        """Embeddings of token ids [T]: of all, or of this rank's share with a split residual."""
         return reduce_from_tp_region(
             lookup_local_rows(input, self.weight, self.first), self.group, self.residual
         )
@@ -235,10 +227,7 @@ class VocabParallelHead:
 
 
 def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
-    """Merge the softmax statistics of logit shards over the ranks of a group.
-
-    The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
-    """
+    """Merge the softmax statistics of logit shards over the ranks of a group."""
     has_several = own.target.dim() > 1
     target_KC = own.target.t() if has_several else own.target[None]
     totals = [] if own.total is None else [own.total[None]]
@@ -249,4 +238,5 @@ def _merge_stats(own: SoftmaxStats, group: dist.ProcessGroup) -> SoftmaxStats:
     # One rank has a label's logit and the others contribute 0, so the sum is exact.
     sums = [partials.sum(0) for partials in gathered]
     target = torch.stack(sums[: len(target_KC)], 1) if has_several else sums[0]
+    # The log-sum-exp of all logits is the log-sum-exp of the ranks' own.
     return SoftmaxStats(log_sums.logsumexp(0), target, sums[-1] if totals else None)

@@ -19,22 +19,18 @@ Run = tuple[int, int]
 
 @dataclass(frozen=True)
 class RankTokens:
-    """The tokens of one rank, numbered in sequence order."""
+    """The tokens of rank `index` of `ring`, two chunks of `chunk` tokens, in sequence order."""
 
     index: int
     ring: int
-    """Ranks that share the packed sequence."""
     chunk: int
-    """Tokens in a chunk."""
 
     @property
     def starts(self) -> tuple[int, int]:
-        """The start of its two chunks in the packed sequence."""
         return self.index * self.chunk, (2 * self.ring - 1 - self.index) * self.chunk
 
     @property
     def chunks(self) -> tuple[range, range]:
-        """Its two chunks as ranges of the packed sequence."""
         first, second = (range(start, start + self.chunk) for start in self.starts)
         return first, second
 
@@ -152,7 +148,6 @@ def _later_in_runs(
 def _document_at(
     position: int, bounds: Sequence[int], spans: Sequence[Span] | None
 ) -> Sequence[Span]:
-    """The spans of the document at this position in the packed sequence."""
     document = bisect_right(bounds, position) - 1
     begin, end = bounds[document : document + 2]
     if spans is None:
