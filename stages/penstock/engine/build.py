@@ -18,7 +18,7 @@ import torch
 
 from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
+from penstock.adapters.match_targets import require_adaptable
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.targetable_layers import select_layers
 from penstock.config.schema.lora import LoraConfig
@@ -28,14 +28,12 @@ from penstock.core.extensions import METRICS
 from penstock.engine.activations.checkpointing import (
     apply_activation_checkpointing,
     checkpoint_kind,
-    checkpoint_moe_settings,
 )
 from penstock.engine.activations.offload import build_offloader, offload
 from penstock.engine.backends.compile import compile_layers
 from penstock.engine.backends.layer_ops import (
     dropout_config,
     select_activation_impl,
-    select_attention_dtype,
     select_layer_ops,
 )
 from penstock.engine.backends.select_attention import choose_attention
@@ -85,7 +83,6 @@ from penstock.engine.peft.init_from_adapter import AdapterStart
 from penstock.engine.precision.fp8_all_gather import enable_fp8_all_gather
 from penstock.engine.precision.fp8_convert import convert_to_float8_training, set_amax_reduce_groups
 from penstock.engine.precision.param_dtype import (
-    cast_frozen_params,
     cast_params,
     fp32_params,
     rounded_to,
@@ -93,7 +90,7 @@ from penstock.engine.precision.param_dtype import (
 from penstock.engine.quantization.noise import add_noise
 from penstock.engine.split_by_length import is_padded
 from penstock.engine.train_step import TrainStep
-from penstock.engine.trainable import trainable_params
+from penstock.engine.trainable import adapted, trainable_params
 from penstock.engine.validate_backend import describe_backend, require_backend
 from penstock.engine.validate_model import validate_model
 from penstock.engine.vision.build import (
@@ -119,7 +116,7 @@ from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import TrainableParams, layer_flops, pairs_per_token
-from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.attention import AttentionFn, in_bf16
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import get_family
 from penstock.models.vision.tower import VisionTower
@@ -150,11 +147,8 @@ class BuiltModel:
 
     engine: TrainStep
     evaluator: EvalModel
-    """The same model, for evaluation without gradients."""
     sequence_logprobs: SequenceLogProbs
-    """The same model, for log-probs of whole completions."""
     generator: Generator
-    """The same model, for generation."""
     train_state: TrainState
     dims: ParallelDims
     layout: dict[str, Any]
@@ -162,9 +156,7 @@ class BuiltModel:
     config: DecoderConfig
     learning: TrainableParams
     pairs_per_token: int
-    """The cost of a token outside attention, in query-key pairs; used to estimate the cost of
-    packed sequences.
-    """
+    """The cost of a token outside attention, in query-key pairs, for costs of packed sequences."""
     image_cost: ImageCost | None
     """The cost of images, in addition; None without a vision part of known size."""
     quantized: tuple[str, ...] = ()
@@ -200,18 +192,11 @@ def assemble(
     config = family.trained_config(hf_config, mtp=train.mtp_loss_weight > 0)
     vision = checked_vision(run, hf_config, config, images=images)
     base = base_weights(run, family, config, hf_config, weights, vision)
-    attend = select_attention_dtype(
-        context.attention_fn(
-            choose_attention(
-                run,
-                config,
-                ranks.device,
-                notify,
-                bidirectional=vision is not None and vision.type.bidirectional,
-            )
-        ),
-        run.model,
+    bidirectional = vision is not None and vision.type.bidirectional
+    attend = context.attention_fn(
+        choose_attention(run, config, ranks.device, notify, bidirectional=bidirectional)
     )
+    attend = in_bf16(attend) if run.model.attention_cast_bf16 else attend
     experts = select_activation_impl(
         select_moe_backend(run, config, ranks.device, notify), run.model
     )
@@ -239,7 +224,7 @@ def assemble(
                 part,
                 train.recompute_modules,
                 checkpoint_kind(train),
-                moe_recompute=checkpoint_moe_settings(train),
+                moe_recompute="gates" if train.moe_checkpoint_method == "moe_act" else "whole",
             )
     # Last: what checkpointing saves, the inputs of layers, is offloaded.
     if train.enable_activation_offload:
@@ -289,12 +274,6 @@ def assemble(
         checked_parts(train, params, config, vision, mesh),
     )
     autocast = autocast_context(train, ranks.device)
-    if mesh.size("pipeline") > 1:
-        notify(
-            describe_pipeline(
-                train, layer_flops(config, run.data.row_length), config.num_mtp_layers
-            )
-        )
     vocab_head = VocabParallelHead(
         mesh,
         config.vocab_size,
@@ -308,7 +287,7 @@ def assemble(
         params=params,
         context=context,
         sync=gradient_sync(train, mesh, parts, params),
-        pipeline=build_pipeline(parts, mesh, train, ranks, residual, autocast),
+        pipeline=build_pipeline(parts, mesh, run, config, ranks, residual, autocast, notify),
         autocast=autocast,
         images=build_image_inputs(run, vision, parts, config, mesh, residual),
         heartbeat=ranks.heartbeat,
@@ -369,8 +348,8 @@ def checked_family(
     ranks: ProcessInfo,
     notify: Notify,
 ) -> Family:
-    """The model's family. Raises ConfigError or CapabilityError for settings that it cannot
-    honour, and for weights that are not those of its config."""
+    """The model's family. Raises ConfigError or CapabilityError for settings that it cannot honour,
+    and for weights that are not those of its config."""
     family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
     if isinstance(family, AutoFamily):
         require_backend(run, family, family.read(hf_config))
@@ -425,20 +404,20 @@ def build_empty(
     if isinstance(config, AutoModelConfig):
         model = AutoCausalLM(base.hf_config, config, attend=attend)
         freeze_image_text(run, model, images=images)
-        return _prepare_empty(run, family, base, model)
-    with torch.device("meta"):
-        model = Decoder(
-            config,
-            merge_qkv=run.model.merge_qkv,
-            attention=attend,
-            experts=experts,
-            operations=select_layer_ops(run.model),
-            router="fp32" if run.model.router_fp32 else "model",
-            dropout=dropout_config(run.train.dropout),
-            part=part,
-            vision=build_tower(run, vision) if vision and part.has_embedding else None,
-            rope_axes=vision and vision.rope_axes,
-        )
+    else:
+        with torch.device("meta"):
+            model = Decoder(
+                config,
+                merge_qkv=run.model.merge_qkv,
+                attention=attend,
+                experts=experts,
+                operations=select_layer_ops(run.model),
+                router="fp32" if run.model.router_fp32 else "model",
+                dropout=dropout_config(run.train.dropout),
+                part=part,
+                vision=build_tower(run, vision) if vision and part.has_embedding else None,
+                rope_axes=vision and vision.rope_axes,
+            )
         if vision is not None:
             freeze(model, frozen_parts(run))
         else:
@@ -447,20 +426,14 @@ def build_empty(
         if run.model.freeze_router:
             for router in model.all_routers():
                 router.requires_grad_(False)
-    return _prepare_empty(run, family, base, model)
-
-
-def _prepare_empty(
-    run: RunConfig, family: Family, base: BaseModelWeights, model: CausalLM
-) -> CausalLM:
-    """The meta model with quantized layers, adapters and parameter dtypes."""
     with torch.device("meta"):
         base.quantize(model)
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
             inject(model, lora_spec(run, family), vision=base.vision)
             if saves_adapters_only(run.lora):
-                cast_frozen_params(getattr(torch, run.train.computes_in), model)
+                computes_in: torch.dtype = getattr(torch, run.train.computes_in)
+                cast_params(computes_in, model, frozen_matrices=True)
         if run.train.keeps_in == "bfloat16":
             cast_params(torch.bfloat16, model)
     return model
@@ -469,10 +442,12 @@ def _prepare_empty(
 def build_pipeline(
     parts: Sequence[CausalLM],
     mesh: Mesh,
-    train: TrainConfig,
+    run: RunConfig,
+    config: DecoderConfig,
     ranks: ProcessInfo,
     residual: Residual,
     autocast: AutocastContext,
+    notify: Notify,
 ) -> "Pipeline | None":
     """Build pipeline parallelism over the model parts; None when one rank holds all layers."""
     if mesh.size("pipeline") == 1:
@@ -480,16 +455,14 @@ def build_pipeline(
     # Imported here: torch's pipeline schedules import the compiler, which takes a second.
     from penstock.engine.distributed.pipeline_parallel import Pipeline  # noqa: PLC0415
 
-    settings = {"residual": residual, "autocast": autocast}
-    return Pipeline(parts, mesh, train, device=ranks.device, heartbeat=ranks.heartbeat, **settings)
+    costs = layer_flops(config, run.data.row_length)
+    notify(describe_pipeline(run.train, costs, config.num_mtp_layers))
+    settings = {"residual": residual, "autocast": autocast, "heartbeat": ranks.heartbeat}
+    return Pipeline(parts, mesh, run.train, device=ranks.device, **settings)
 
 
 def autocast_context(train: TrainConfig, device: torch.device) -> AutocastContext:
-    """Return the autocast context of the forward pass.
-
-    It is a null context when FSDP casts the weights itself or the weights are kept in the compute
-    dtype.
-    """
+    """The context of forward passes: none if FSDP casts the weights, or they need no cast."""
     dtype = train.computes_in
     if train.data_parallel_mode == "fsdp2" or train.keeps_in == dtype:
         return nullcontext
@@ -518,22 +491,18 @@ def lora_target_layers(
     run: RunConfig, family: Family, config: DecoderConfig, vision: VisionTower | None = None
 ) -> list[str]:
     """The layers with adapters in all parts of the model, by their checkpoint names."""
-    spec = lora_spec(run, family)
-    targets = spec.targets or ()
     if isinstance(config, AutoModelConfig):
-        layers = linear_layers(family.weight_map(config))
-        return [layer.name for layer in match_targets(targets, layers)]
+        return [layer.name for layer in adapted(run, family, config)]
+    spec = lora_spec(run, family)
     with torch.device("meta"):
         # Of all layers: this rank's pipeline stage has some of them only.
         full_model = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
-    return select_layers(full_model, targets, skip_missing=spec.skip_missing)
+    return select_layers(full_model, spec.targets or (), skip_missing=spec.skip_missing)
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:
-    """Whether checkpoints leave out the base model.
-
-    With ReLoRA merging they cannot: only the checkpoint has the merged weights.
-    """
+    """Whether checkpoints leave out the base model."""
+    # With ReLoRA merging they cannot: only the checkpoint has the merged weights.
     return lora.enable_lora and not lora.merge_lora_interval
 
 
@@ -545,10 +514,8 @@ def load_params(
     ranks: ProcessInfo,
     adapter_init: AdapterStart | None = None,
 ) -> None:
-    """Load the weights of the empty model.
-
-    Base weights come from `weights` or from the seed; adapters come from the seed or from the saved
-    adapter `adapter_init`.
+    """Load the empty model: base weights from `weights` or from the seed, adapters from the seed
+    or from the saved adapter `adapter_init`.
     """
     seed = run.train.seed
     readers: Readers = "all_ranks" if run.train.load_weights_mode == "all_ranks" else "first_rank"

@@ -5,7 +5,6 @@ from functools import partial
 import torch
 
 from penstock.config.schema.run import RunConfig
-from penstock.config.schema.train import TrainConfig
 from penstock.engine.backends.layer_ops import has_dropout
 from penstock.engine.checkpoint.async_staging import PreUpdateHooks
 from penstock.engine.distributed.parallel_model import ParallelModel
@@ -15,7 +14,7 @@ from penstock.engine.losses.build import build_preference_loss
 from penstock.engine.losses.indexer_loss import build_indexer_losses
 from penstock.engine.losses.multi_token_prediction import build_mtp_loss
 from penstock.engine.losses.token_loss import TokenLoss
-from penstock.engine.moe.routers import Routers, build_routers
+from penstock.engine.moe.routers import build_routers
 from penstock.engine.optim.changed_weights import ChangedWeights
 from penstock.engine.optim.clip_grad import GradClipping, gradient_norm
 from penstock.engine.optim.cpu_offload import CPUOffloadedParams
@@ -27,7 +26,6 @@ from penstock.engine.peft.relora import build_relora
 from penstock.engine.split_by_length import is_padded
 from penstock.engine.train_step import TrainStep
 from penstock.losses.cross_entropy import Loss
-from penstock.models.decoder_config import DecoderConfig
 from penstock.models.weights import WeightMap
 
 
@@ -44,10 +42,8 @@ def build_train_step(
     cpu_offload: CPUOffloadedParams | None,
     pre_update_hooks: PreUpdateHooks,
 ) -> TrainStep:
-    """The step of a parallelized model. Collective.
-
-    `cpu_offload` has the parameters that the optimizer steps, unless these are the model's.
-    """
+    """The step of a parallelized model. Collective. `cpu_offload` has the parameters that the
+    optimizer steps, unless these are the model's."""
     train, config, mesh, trainable = run.train, names.config, layout.mesh, layout.trainable
     token_loss = vocab_head.sum_cross_entropy(loss)
     stepped = cpu_offload.host_params if cpu_offload else layout.params
@@ -82,6 +78,9 @@ def build_train_step(
         # Norms of parameters are logged after merges.
         norms,
     )
+    # The losses of samples and of packed sequences need theirs in one pass, and an optimizer in the
+    # backward pass needs one pass of all: no split into padded batches of similar length.
+    one_pass = train.objective == "preference" or fused or (routers and routers.balances_rows)
     return TrainStep(
         layout,
         optimizer,
@@ -91,17 +90,8 @@ def build_train_step(
         TokenLoss(layout, ranks, vocab_head.sum_cross_entropy(eval_loss)),
         pre_update_hooks,
         is_fused=fused is not None,
-        splits_by_length=_splits_by_length(train, config, routers),
+        splits_by_length=is_padded(config) and not one_pass,
         dropout_seed=(
             train.seed if run.lora.enable_aqn or any(map(has_dropout, layout.parts)) else None
         ),
     )
-
-
-def _splits_by_length(train: TrainConfig, config: DecoderConfig, routers: Routers | None) -> bool:
-    """Whether micro-batches are split into padded batches of similar length. The losses of samples
-    and of packed sequences need theirs in one pass, and an optimizer in the backward pass needs one
-    pass of all."""
-    if train.objective == "preference" or train.fuse_optimizer_step:
-        return False
-    return is_padded(config) and not (routers and routers.balances_rows)

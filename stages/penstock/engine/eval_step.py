@@ -15,7 +15,6 @@ from penstock.engine.distributed.parallel_model import ModelInputs, ParallelMode
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.vocab_parallel import TokenScoresFn
 from penstock.engine.split_by_length import num_sub_batches, split_by_length
-from penstock.models.decoder import OutputFn
 from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
 
@@ -46,29 +45,21 @@ class EvalModel:
         # fp64: counts are exact, and sums hardly depend on the order of ranks.
         columns = 4 + self.num_metrics
         totals = torch.zeros(num_kinds, columns, dtype=torch.float64, device=self.ranks.device)
+        pairs = list(zip(batches, kinds, strict=True))
         if self.splits_by_length:
-            batches, kinds = self._split(batches, kinds)
-        self.model.forward(
-            [
-                self._build_call(
-                    batch, partial(self._count, totals, self._to_local(kinds_T), batch)
-                )
-                for batch, kinds_T in zip(batches, kinds, strict=True)
+            numbers = self.ranks.max_over_ranks(*map(num_sub_batches, batches))
+            pairs = [
+                (sub_batch, kinds_T[tokens_T])
+                for (batch, kinds_T), number in zip(pairs, numbers, strict=True)
+                for sub_batch, tokens_T in split_by_length(batch, number)
             ]
-        )
+        calls: list[ModelInputs] = []
+        for batch, kinds_T in pairs:
+            local_kinds_T = to_device(self.model.context.shard_tensor(kinds_T), self.ranks.device)
+            count = partial(self._count, totals, local_kinds_T, batch)
+            calls.append(self.model.build_inputs(batch, count, self.ranks.device))
+        self.model.forward(calls)
         return totals
-
-    def _split(
-        self, batches: Sequence[MicroBatch], kinds: Sequence[torch.Tensor]
-    ) -> tuple[Sequence[MicroBatch], Sequence[torch.Tensor]]:
-        """The sub-batches, and the kinds of their tokens."""
-        numbers = self.ranks.max_over_ranks(*map(num_sub_batches, batches))
-        sub_batches = [
-            (sub_batch, kinds_T[tokens_T])
-            for batch, kinds_T, number in zip(batches, kinds, numbers, strict=True)
-            for sub_batch, tokens_T in split_by_length(batch, number)
-        ]
-        return [sub for sub, _ in sub_batches], [kinds_T for _, kinds_T in sub_batches]
 
     def _count(
         self,
@@ -88,16 +79,6 @@ class EvalModel:
             weights = weights.double() * labels.weight_scale
             token_metrics = [scores.losses * weights, weights, ones, scores.is_correct]
             token_metrics += (scores.values * weights).unbind()
-            totals.index_add_(
-                0,
-                kinds_T[scores.positions],
-                torch.stack([metric.double() for metric in token_metrics], dim=1),
-            )
+            metrics_SM = torch.stack([metric.double() for metric in token_metrics], dim=1)
+            totals.index_add_(0, kinds_T[scores.positions], metrics_SM)
         return hidden.new_zeros((), dtype=torch.float32)
-
-    def _to_local(self, values_T: torch.Tensor) -> torch.Tensor:
-        """This rank's part of a per-token tensor."""
-        return to_device(self.model.context.shard_tensor(values_T), self.ranks.device)
-
-    def _build_call(self, batch: MicroBatch, reduce: OutputFn) -> ModelInputs:
-        return self.model.build_inputs(batch, reduce, self.ranks.device)

@@ -21,7 +21,6 @@ class QuantizationArgs:
     format: str | None = None
     """`lora.quant_format`."""
     group: int | None = None
-    """The group size."""
     excluded: tuple[str, ...] | None = None
     """Modules that are not quantized, by name and pattern."""
 
@@ -67,15 +66,11 @@ class ModelSource:
     chat_template: ChatTemplate | None = None
     """The chat template that the run was given; None for the tokenizer's own."""
     backend: Literal["auto", "native", "transformers"] = "auto"
-    """`model.backend`."""
     foundation: Mapping[str, Any] = field(default_factory=dict)
-    """Overrides of the config.json."""
     seed: int = 42
     """The seed of a random initialization."""
     adapting: LoraArgs | None = None
-    """None without adapters."""
     quantizing: QuantizationArgs | None = None
-    """None without QLoRA."""
     adapter: Source | None = None
     """The adapter that training resumed from; None for new adapters."""
     runs_code: bool = False
@@ -100,6 +95,4 @@ class ExportFormat:
     quantize: SchemeName | None = None
     """The quantization format of linear layers; None: unquantized."""
     mtp: MTPExport = "keep"
-    """What becomes of layers that predict further tokens."""
     verify: Verify = "off"
-    """How the written folders are verified."""

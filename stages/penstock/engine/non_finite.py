@@ -24,7 +24,6 @@ class NonFiniteReport:
     rows: tuple[int, ...]
     """Packed sequences of the micro-batches with a non-finite loss."""
     loss: float
-    """The sum of those losses."""
     parameter: str | None
     """The first parameter whose local gradient is not finite."""
     all_rows: tuple[int, ...]
@@ -37,21 +36,17 @@ def locate_non_finite(
     trained: Sequence[LocalParam],
     ranks: ProcessInfo,
 ) -> str:
-    """The ranks, packed sequences and parameters, in one or two sentences. Collective.
-
-    `loss_of` recomputes one micro-batch's loss, without gradients.
-    """
-    losses = [loss_of(batch) for batch in batches]
-    bad = [not math.isfinite(loss) for loss in losses]
+    """The ranks, packed sequences and parameters, in one or two sentences. Collective. `loss_of`
+    recomputes one micro-batch's loss, without gradients."""
+    losses = [(batch, loss_of(batch)) for batch in batches]
+    non_finite = [(batch, loss) for batch, loss in losses if not math.isfinite(loss)]
+    with torch.no_grad():
+        gradients = ((p.name, p.parameter.grad) for p in trained if p.parameter.grad is not None)
+        first = next((n for n, grad in gradients if not torch.isfinite(local(grad)).all()), None)
     report = NonFiniteReport(
-        rows=tuple(
-            row
-            for batch, is_bad in zip(batches, bad, strict=True)
-            if is_bad
-            for row in packed_row_numbers([batch])
-        ),
-        loss=sum(loss for loss, is_bad in zip(losses, bad, strict=True) if is_bad),
-        parameter=first_not_finite(trained),
+        rows=packed_row_numbers([batch for batch, _ in non_finite]),
+        loss=sum(loss for _, loss in non_finite),
+        parameter=first,
         all_rows=packed_row_numbers(batches),
     )
     return format_reports(ranks.all_gather(report))
@@ -61,23 +56,18 @@ def format_reports(reports: Sequence[NonFiniteReport]) -> str:
     """The message, from the reports of all ranks in rank order."""
     non_finite = {rank: report for rank, report in enumerate(reports) if report.rows}
     lines: list[str] = []
-    if non_finite:
-        for rank, report in list(non_finite.items())[:MAX_LISTED]:
-            lines.append(
-                f"On rank {rank} the loss of packed row(s) {format_rows(report.rows)} is "
-                f"{report.loss:g}."
-            )
-    else:
+    for rank, report in list(non_finite.items())[:MAX_LISTED]:
+        rows = format_rows(report.rows)
+        lines.append(f"On rank {rank} the loss of packed row(s) {rows} is {report.loss:g}.")
+    if not non_finite:
         rows = sorted({row for report in reports for row in report.all_rows})
         lines.append(
             "Every micro-batch's loss is finite, so it overflowed on the way back; the step's "
             f"packed row(s) are {format_rows(rows)}."
         )
     for rank, report in enumerate(reports):
-        if report.parameter:
-            lines.append(
-                f"The first parameter with such a gradient is {report.parameter} (rank {rank})."
-            )
+        if name := report.parameter:
+            lines.append(f"The first parameter with such a gradient is {name} (rank {rank}).")
             break
     return "\n  ".join(lines)
 
@@ -92,13 +82,3 @@ def format_rows(rows: Sequence[int]) -> str:
     first = ", ".join(str(row) for row in rows[:MAX_LISTED])
     more = len(rows) - MAX_LISTED
     return f"{first} and {more} more" if more > 0 else first or "none"
-
-
-@torch.no_grad()
-def first_not_finite(trained: Sequence[LocalParam]) -> str | None:
-    """The name of the first local parameter whose gradient is not finite."""
-    for param in trained:
-        gradient = param.parameter.grad
-        if gradient is not None and not bool(torch.isfinite(local(gradient)).all()):
-            return param.name
-    return None

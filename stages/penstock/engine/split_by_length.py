@@ -45,15 +45,26 @@ def num_sub_batches(batch: MicroBatch) -> int:
 
 
 def split_by_length(batch: MicroBatch, number: int) -> list[tuple[MicroBatch, torch.Tensor]]:
-    """So many sub-batches, each with the place in `batch` of its tokens, int64.
-
-    Documents of padding are left out. A sub-batch without documents repeats the first token,
-    untrained.
+    """So many sub-batches, each with the place in `batch` of its tokens, int64. Padding documents
+    are left out. A sub-batch without documents repeats the first token, untrained.
     """
     lengths = _document_lengths(batch)
     starts = (0, *accumulate(lengths))
     sub_batches = [_sub_batch(batch, group, starts) for group in cut(lengths, number)]
-    return sub_batches + [_empty_sub_batch(batch)] * (number - len(sub_batches))
+    empty = replace(
+        batch,
+        input_ids_T=batch.input_ids_T[:1],
+        labels_T=torch.full((1,), IGNORED),
+        position_ids_T=torch.zeros(1, dtype=torch.int64),
+        loss_weights_T=None,
+        lengths=(1,),
+        num_tokens=0,
+        num_trained=0,
+        rows=(),
+        chosen_places_T=torch.full((1,), -1),
+    )
+    num_empty = number - len(sub_batches)
+    return sub_batches + [(empty, torch.zeros(1, dtype=torch.int64))] * num_empty
 
 
 def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
@@ -83,10 +94,9 @@ def cut(lengths: Sequence[int], number: int) -> list[list[int]]:
     cuts = [len(widths_U)]
     for choice in reversed(choices):
         cuts.append(int(choice[cuts[-1]]))
-    bounds = [0, *reversed(cuts)]
     documents = [doc for group in by_length.values() for doc in group]
-    pairs = pairwise(bounds)
-    return [sorted(documents[ends[first] : ends[end]]) for first, end in pairs]
+    bounds = pairwise([0, *reversed(cuts)])
+    return [sorted(documents[ends[first] : ends[end]]) for first, end in bounds]
 
 
 def padded_tokens(groups: Sequence[Sequence[int]], lengths: Sequence[int]) -> int:
@@ -104,8 +114,7 @@ def _sub_batch(
     batch: MicroBatch, group: Sequence[int], starts: Sequence[int]
 ) -> tuple[MicroBatch, torch.Tensor]:
     tokens_T = torch.cat([torch.arange(starts[doc], starts[doc + 1]) for doc in group])
-    labels_T = batch.labels_T[tokens_T]
-    places_T = batch.places()[tokens_T]
+    labels_T, places_T = batch.labels_T[tokens_T], batch.places()[tokens_T]
     lengths = tuple(starts[doc + 1] - starts[doc] for doc in group)
     firsts = [starts[doc] for doc in group]
     sub_batch = replace(
@@ -123,19 +132,3 @@ def _sub_batch(
         chosen_places_T=places_T,
     )
     return sub_batch, tokens_T
-
-
-def _empty_sub_batch(batch: MicroBatch) -> tuple[MicroBatch, torch.Tensor]:
-    sub_batch = replace(
-        batch,
-        input_ids_T=batch.input_ids_T[:1],
-        labels_T=torch.full((1,), IGNORED),
-        position_ids_T=torch.zeros(1, dtype=torch.int64),
-        loss_weights_T=None,
-        lengths=(1,),
-        num_tokens=0,
-        num_trained=0,
-        rows=(),
-        chosen_places_T=torch.full((1,), -1),
-    )
-    return sub_batch, torch.zeros(1, dtype=torch.int64)

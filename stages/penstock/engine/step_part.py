@@ -44,7 +44,6 @@ class StepState:
     references: Sequence[torch.Tensor] = ()
     """Reference log-probs of each micro-batch's completions, [D, A]; empty without a reference."""
     measures_changes: bool = False
-    """Whether to measure `changed_weights`."""
     scale: float = 1.0
     """The loss scale: losses and gradients are multiplied by it until they are unscaled."""
     has_loss: bool = True
@@ -60,7 +59,6 @@ class StepState:
         return math.isfinite(self.grad_norm)
 
     def set_output_fns(self, output_fns: Sequence[OutputFn]) -> None:
-        """Give each call its loss."""
         pairs = zip(self.calls, output_fns, strict=True)
         self.calls = [replace(call, output_fn=output_fn) for call, output_fn in pairs]
 
@@ -72,10 +70,8 @@ class StepPart:
         """Set the loss or extend `step.calls`."""
 
     def after_backward(self, step: StepState) -> torch.Tensor | None:
-        """With all gradients, before their norm is computed.
-
-        Returns what is summed over ranks and read together with the loss, fp64 [M].
-        """
+        """With all gradients, before their norm is computed. Returns what is summed over ranks and
+        read together with the loss, fp64 [M]."""
 
     def skips_update(self, step: StepState) -> bool:
         """Called if gradients are not finite: whether the run goes on without this update."""

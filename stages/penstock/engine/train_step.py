@@ -2,9 +2,9 @@
 
 The loss is the sum of the losses of all trained tokens of the step, over every rank and
 micro-batch, each times its loss weight, divided by the sum of those weights: the number of trained
-tokens if all weigh 1. In preference training it is the sum over
-samples divided by the number of samples. It does not depend on how the step is split into
-micro-batches and ranks. Router losses are reported separately.
+tokens if all weigh 1. In preference training it is the sum over samples divided by the number of
+samples. It does not depend on how the step is split into micro-batches and ranks. Router losses are
+reported separately.
 
 What is optional, its loss included, is a part (`step_part.py`); `build_step.py` states their order.
 """
@@ -47,7 +47,7 @@ class StepResult:
     """The outcome of one step; the same on every rank, except `local_loss`."""
 
     loss: float | None
-    """None without a trained token: the step has no loss."""
+    """None without a trained token."""
     grad_norm: float
     tokens: int
     trained_tokens: int
@@ -123,7 +123,13 @@ class TrainStep:
             StageError: the gradients are not finite; if a smaller loss scale may help, the update
                 is skipped instead.
         """
-        counts = counts or self._read_counts(batches)
+        if counts is None:
+            sums = to_device(self._local_counts(batches), self.ranks.device)
+            tokens, trained, loss_weight = self.ranks.all_reduce_sum(sums).tolist()
+            sub_batches = self._local_sub_batches(batches)
+            if sub_batches:
+                sub_batches = tuple(self.ranks.max_over_ranks(*sub_batches))
+            counts = self._counts_per_replica(tokens, trained, loss_weight, sub_batches)
         step = self._start(batches, number, references, counts, measures_changes=measures_changes)
         for part in self.parts:
             part.before_forward(step)
@@ -174,28 +180,27 @@ class TrainStep:
         *,
         measures_changes: bool,
     ) -> StepState:
-        """The state of a step, with the model's inputs."""
         if counts.sub_batches:
             # All ranks run the same number of sub-batches.
             pairs = zip(batches, counts.sub_batches, strict=True)
             batches = [sub for batch, count in pairs for sub, _ in split_by_length(batch, count)]
+        calls: list[ModelInputs] = []
+        device, rng = self.ranks.device, None
+        for batch in batches:
+            if self.dropout_seed is not None:
+                places_T = self.model.context.shard_tensor(batch.places())
+                rng = DropoutRNG(self.dropout_seed, number, to_device(places_T, device))
+            calls.append(self.model.build_inputs(batch, no_loss, device, rng))
         return StepState(
             self.model,
             number,
             batches,
             counts,
-            [self._build_call(batch, number) for batch in batches],
+            calls,
             references,
             measures_changes=measures_changes,
             has_loss=counts.trained > 0,
         )
-
-    def _build_call(self, batch: MicroBatch, number: int) -> ModelInputs:
-        device, rng = self.ranks.device, None
-        if self.dropout_seed is not None:
-            places_T = self.model.context.shard_tensor(batch.places())
-            rng = DropoutRNG(self.dropout_seed, number, to_device(places_T, device))
-        return self.model.build_inputs(batch, no_loss, device, rng)
 
     def _read(
         self,
@@ -233,9 +238,8 @@ class TrainStep:
 
         def loss_of(batch: MicroBatch) -> float:
             output_fn = self.eval_loss.output_fn(batch, 1)
-            return self.model.forward(
-                [self.model.build_inputs(batch, output_fn, self.ranks.device)]
-            ).item()
+            call = self.model.build_inputs(batch, output_fn, self.ranks.device)
+            return self.model.forward([call]).item()
 
         with torch.no_grad():
             origin = locate_non_finite(batches, loss_of, self.model.trainable, self.ranks)
@@ -245,13 +249,6 @@ class TrainStep:
             "  Look at those rows in the packed data, or lower train.lr; the last checkpoint is "
             "intact."
         )
-
-    def _read_counts(self, batches: Sequence[MicroBatch]) -> TokenCounts:
-        counts = to_device(self._local_counts(batches), self.ranks.device)
-        tokens, trained, loss_weight = self.ranks.all_reduce_sum(counts).tolist()
-        local_sub_batches = self._local_sub_batches(batches)
-        sub_batches = self.ranks.max_over_ranks(*local_sub_batches) if local_sub_batches else ()
-        return self._counts_per_replica(tokens, trained, loss_weight, tuple(sub_batches))
 
     def _counts_per_replica(
         self, tokens: float, trained: float, loss_weight: float, sub_batches: tuple[int, ...]
@@ -263,7 +260,6 @@ class TrainStep:
         )
 
     def _local_sub_batches(self, batches: Sequence[MicroBatch]) -> tuple[int, ...]:
-        """The sub-batches that this rank needs of each micro-batch; none if they are not split."""
         return tuple(map(num_sub_batches, batches)) if self.splits_by_length else ()
 
     @staticmethod

@@ -61,13 +61,20 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
     for field, declared in UNSUPPORTED.items():
         section, name = field.split(".")
         settings: ConfigSection = getattr(run, section)
-        if settings.is_non_default(name) and not _has_no_effect(run, family, name):
-            yield (
-                f"{field}: {_shown(getattr(settings, name))} ({declared.why}); "
-                + (f"write {declared.write}" if declared.write else "leave it out")
-            )
-    yield from _balancing_faults(run, family)
-    traits = family.outline.traits
+        # A setting of routers, which a server writes, changes nothing for a model without any.
+        no_routers = run.lora.enable_lora or not family.outline.num_experts
+        if settings.is_non_default(name) and not (name == "freeze_router" and no_routers):
+            write = f"write {declared.write}" if declared.write else "leave it out"
+            yield f"{field}: {_shown(getattr(settings, name))} ({declared.why}); {write}"
+    outline, traits = family.outline, family.outline.traits
+    if not outline.routers:
+        why = traits.routers_why or "it has no experts"
+        for name in BALANCING:
+            if value := getattr(run.train, name):
+                yield f"train.{name}: {_shown(value)} ({why}); leave it out"
+        if outline.aux_loss_coef and run.train.moe_aux_loss_coef is None:
+            write = "write train.moe_aux_loss_coef: 0"
+            yield f"output_router_logits: true in config.json ({why}); {write}"
     for name in ("attn_implementation", "attention_cast_bf16"):
         value = getattr(run.model, name)
         if traits.attention not in ("varlen", value) and run.model.is_non_default(name):
@@ -84,26 +91,6 @@ def _faults(run: RunConfig, family: AutoFamily, config: DecoderConfig) -> Iterat
         )
     if run.data.shares_prompts:
         yield "data.share_prompts: true (documents are causal); leave it out, or write false"
-
-
-def _has_no_effect(run: RunConfig, family: AutoFamily, name: str) -> bool:
-    """Whether a setting of routers, which a server writes, changes nothing here."""
-    return name == "freeze_router" and (run.lora.enable_lora or not family.outline.num_experts)
-
-
-def _balancing_faults(run: RunConfig, family: AutoFamily) -> Iterator[str]:
-    """Losses of routers that are not observed."""
-    outline = family.outline
-    why = outline.traits.routers_why or "it has no experts"
-    if outline.routers:
-        return
-    for name in BALANCING:
-        if value := getattr(run.train, name):
-            yield f"train.{name}: {_shown(value)} ({why}); leave it out"
-    if outline.aux_loss_coef and run.train.moe_aux_loss_coef is None:
-        yield (
-            f"output_router_logits: true in config.json ({why}); write train.moe_aux_loss_coef: 0"
-        )
 
 
 def _shown(value: object) -> str:

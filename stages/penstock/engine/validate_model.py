@@ -20,18 +20,15 @@ def uses_context_parallel(train: TrainConfig) -> bool:
 
 
 def require_whole_documents(train: TrainConfig, hf: HfConfig) -> None:
-    """Raise CapabilityError if context parallelism splits documents that RoPE needs whole.
-
-    The RoPE type in this config.json may depend on the document length.
+    """Raise CapabilityError if context parallelism splits documents that RoPE needs whole: its
+    type in this config.json may depend on the document length.
     """
-    kind = _length_dependent_rope(hf)
+    config = native_config(hf)
+    kind = None if config is None else config.length_dependent_rope
     if kind is None or not uses_context_parallel(train):
         return
-    names = [
-        f"train.{name}"
-        for name in ("ringattn_parallel_size", "ulysses_parallel_size")
-        if getattr(train, name) > 1
-    ]
+    fields = ("ringattn_parallel_size", "ulysses_parallel_size")
+    names = [f"train.{name}" for name in fields if getattr(train, name) > 1]
     raise CapabilityError(
         f"{' and '.join(names)} share the tokens of a document out, and the model's rotary "
         f"embedding is of the kind {kind!r} (rope_parameters in config.json), which goes by the "
@@ -44,30 +41,27 @@ def require_prompts_apart(data: DataConfig, hf: HfConfig) -> None:
     """Raise CapabilityError if completions share a prompt, and the model of this config.json needs
     one answer in a document: for chunks, linear attention, an indexer, or its RoPE type."""
     config = native_config(hf)
-    if config is not None and config.chunked_layers and data.shares_prompts:
-        raise CapabilityError(
-            "data.share_prompts lays both answers to a prompt into one document, and this model "
-            f"attends in chunks of {config.attention_chunk} tokens of a document "
-            "(attention_chunk_size in config.json).\n  Write data.share_prompts: false."
+    if config is None or not data.shares_prompts:
+        return
+    why = None
+    if config.chunked_layers:
+        why = (
+            f"this model attends in chunks of {config.attention_chunk} tokens of a document "
+            "(attention_chunk_size in config.json)"
         )
-    if data.shares_prompts and config is not None and config.linear_layers:
+    elif config.linear_layers:
+        why = "the model has layers of linear attention, whose states have all tokens before"
+    elif config.indexer:
+        why = "the model's tokens attend to those that an indexer selects from all before"
+    elif kind := config.length_dependent_rope:
+        why = (
+            f"the model's rotary embedding is of the kind {kind!r} (rope_parameters in "
+            "config.json), which goes by the lengths of documents"
+        )
+    if why:
         raise CapabilityError(
-            "data.share_prompts lays both answers to a prompt into one document, and the model has "
-            "layers of linear attention, whose states have all tokens before.\n"
+            f"data.share_prompts lays both answers to a prompt into one document, and {why}.\n"
             "  Write data.share_prompts: false."
-        )
-    if data.shares_prompts and config is not None and config.indexer:
-        raise CapabilityError(
-            "data.share_prompts lays both answers to a prompt into one document, and the model's "
-            "tokens attend to those that an indexer selects from all before.\n"
-            "  Write data.share_prompts: false."
-        )
-    kind = _length_dependent_rope(hf)
-    if kind is not None and data.shares_prompts:
-        raise CapabilityError(
-            "data.share_prompts lays both answers to a prompt into one document, and the model's "
-            f"rotary embedding is of the kind {kind!r} (rope_parameters in config.json), which "
-            "goes by the lengths of documents.\n  Write data.share_prompts: false."
         )
 
 
@@ -191,9 +185,3 @@ def require_dense_networks(train: TrainConfig, hf: HfConfig) -> None:
             "experts, within which nothing is dropped.\n"
             "  Write train.dropout.hidden instead: it drops from what experts make of a token too."
         )
-
-
-def _length_dependent_rope(hf: HfConfig) -> str | None:
-    """The RoPE type of a native model whose angles depend on document lengths, if it has one."""
-    config = native_config(hf)
-    return None if config is None else config.length_dependent_rope
