@@ -18,7 +18,7 @@ import torch
 
 from penstock.adapters.init import initial_lora
 from penstock.adapters.inject import LoraSpec, inject
-from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
+from penstock.adapters.match_targets import require_adaptable
 from penstock.adapters.names import MAGNITUDE, parse_lora_name
 from penstock.adapters.targetable_layers import select_layers
 from penstock.config.schema.lora import LoraConfig
@@ -28,14 +28,12 @@ from penstock.core.extensions import METRICS
 from penstock.engine.activations.checkpointing import (
     apply_activation_checkpointing,
     checkpoint_kind,
-    checkpoint_moe_settings,
 )
 from penstock.engine.activations.offload import build_offloader, offload
 from penstock.engine.backends.compile import compile_layers
 from penstock.engine.backends.layer_ops import (
     dropout_config,
     select_activation_impl,
-    select_attention_dtype,
     select_layer_ops,
 )
 from penstock.engine.backends.select_attention import choose_attention
@@ -92,7 +90,7 @@ from penstock.engine.precision.param_dtype import (
 from penstock.engine.quantization.noise import add_noise
 from penstock.engine.split_by_length import is_padded
 from penstock.engine.train_step import TrainStep
-from penstock.engine.trainable import trainable_params
+from penstock.engine.trainable import adapted, trainable_params
 from penstock.engine.validate_backend import describe_backend, require_backend
 from penstock.engine.validate_model import validate_model
 from penstock.engine.vision.build import (
@@ -118,7 +116,7 @@ from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.family import Family
 from penstock.models.flops import TrainableParams, layer_flops, pairs_per_token
-from penstock.models.layers.attention import AttentionFn
+from penstock.models.layers.attention import AttentionFn, in_bf16
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.registry import get_family
 from penstock.models.vision.tower import VisionTower
@@ -194,18 +192,11 @@ def assemble(
     config = family.trained_config(hf_config, mtp=train.mtp_loss_weight > 0)
     vision = checked_vision(run, hf_config, config, images=images)
     base = base_weights(run, family, config, hf_config, weights, vision)
-    attend = select_attention_dtype(
-        context.attention_fn(
-            choose_attention(
-                run,
-                config,
-                ranks.device,
-                notify,
-                bidirectional=vision is not None and vision.type.bidirectional,
-            )
-        ),
-        run.model,
+    bidirectional = vision is not None and vision.type.bidirectional
+    attend = context.attention_fn(
+        choose_attention(run, config, ranks.device, notify, bidirectional=bidirectional)
     )
+    attend = in_bf16(attend) if run.model.attention_cast_bf16 else attend
     experts = select_activation_impl(
         select_moe_backend(run, config, ranks.device, notify), run.model
     )
@@ -233,7 +224,7 @@ def assemble(
                 part,
                 train.recompute_modules,
                 checkpoint_kind(train),
-                moe_recompute=checkpoint_moe_settings(train),
+                moe_recompute="gates" if train.moe_checkpoint_method == "moe_act" else "whole",
             )
     # Last: what checkpointing saves, the inputs of layers, is offloaded.
     if train.enable_activation_offload:
@@ -500,15 +491,13 @@ def lora_target_layers(
     run: RunConfig, family: Family, config: DecoderConfig, vision: VisionTower | None = None
 ) -> list[str]:
     """The layers with adapters in all parts of the model, by their checkpoint names."""
-    spec = lora_spec(run, family)
-    targets = spec.targets or ()
     if isinstance(config, AutoModelConfig):
-        layers = linear_layers(family.weight_map(config))
-        return [layer.name for layer in match_targets(targets, layers)]
+        return [layer.name for layer in adapted(run, family, config)]
+    spec = lora_spec(run, family)
     with torch.device("meta"):
         # Of all layers: this rank's pipeline stage has some of them only.
         full_model = Decoder(config, merge_qkv=run.model.merge_qkv, vision=vision)
-    return select_layers(full_model, targets, skip_missing=spec.skip_missing)
+    return select_layers(full_model, spec.targets or (), skip_missing=spec.skip_missing)
 
 
 def saves_adapters_only(lora: LoraConfig) -> bool:

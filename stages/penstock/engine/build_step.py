@@ -42,10 +42,8 @@ def build_train_step(
     cpu_offload: CPUOffloadedParams | None,
     pre_update_hooks: PreUpdateHooks,
 ) -> TrainStep:
-    """The step of a parallelized model. Collective.
-
-    `cpu_offload` has the parameters that the optimizer steps, unless these are the model's.
-    """
+    """The step of a parallelized model. Collective. `cpu_offload` has the parameters that the
+    optimizer steps, unless these are the model's."""
     train, config, mesh, trainable = run.train, names.config, layout.mesh, layout.trainable
     token_loss = vocab_head.sum_cross_entropy(loss)
     stepped = cpu_offload.host_params if cpu_offload else layout.params

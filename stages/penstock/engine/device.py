@@ -6,10 +6,8 @@ CPU = torch.device("cpu")
 
 
 def accelerator() -> torch.device:
-    """The kind of accelerator here (`cuda`, also for ROCm; `mps`, `xpu`), or the CPU.
-
-    For models that are run by transformers alone.
-    """
+    """The kind of accelerator here (`cuda`, also for ROCm; `mps`, `xpu`), or the CPU: for models
+    that are run by transformers alone."""
     return torch.accelerator.current_accelerator(check_available=True) or CPU
 
 
@@ -19,11 +17,9 @@ def uses_cuda() -> bool:
 
 
 def rank_device(local_rank: int) -> torch.device:
-    """The device of a rank: of CUDA or ROCm, or the CPU.
-
-    Other accelerators are not for ranks: gloo has no collectives for them, and MPS no float64, in
-    which losses and norms are summed.
-    """
+    """The device of a rank: of CUDA or ROCm, or the CPU."""
+    # Gloo has no collectives for other accelerators, and MPS no float64, in which losses and norms
+    # are summed.
     if not uses_cuda():
         return CPU
     # A scheduler may show each process only its own device, as number 0.

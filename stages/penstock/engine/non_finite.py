@@ -36,10 +36,8 @@ def locate_non_finite(
     trained: Sequence[LocalParam],
     ranks: ProcessInfo,
 ) -> str:
-    """The ranks, packed sequences and parameters, in one or two sentences. Collective.
-
-    `loss_of` recomputes one micro-batch's loss, without gradients.
-    """
+    """The ranks, packed sequences and parameters, in one or two sentences. Collective. `loss_of`
+    recomputes one micro-batch's loss, without gradients."""
     losses = [(batch, loss_of(batch)) for batch in batches]
     non_finite = [(batch, loss) for batch, loss in losses if not math.isfinite(loss)]
     with torch.no_grad():

@@ -8,26 +8,14 @@ R rows, D model width, F features of an expert, E experts.
 """
 
 import weakref
-from collections.abc import Callable
 from functools import partial
 
 import torch
 
 from penstock.engine.activations.recompute_once import RecomputedCall, SavedTensors, SavedTensorSlot
 from penstock.engine.activations.saved_tensors import SavedTensor, save_for_backward, unpack_hook
-from penstock.models.layers.call_hook import CallHook
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.experts import Experts, call_experts
-from penstock.models.layers.moe import MoE
-
-
-def checkpoint_moe_act(moe: MoE, recompute: Callable[..., torch.Tensor]) -> None:
-    """Register recomputation on an MoE layer, in place; `recompute` is of a whole module: the
-    shared experts, which do not communicate.
-    """
-    moe.experts.run = checkpoint_expert_gates
-    shared: CallHook = partial(recompute, moe.run_shared)
-    moe.run_shared = shared
 
 
 def checkpoint_expert_gates(

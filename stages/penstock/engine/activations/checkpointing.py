@@ -11,7 +11,7 @@ from torch.utils.checkpoint import checkpoint
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
-from penstock.engine.activations.checkpoint_moe import checkpoint_moe_act
+from penstock.engine.activations.checkpoint_moe import checkpoint_expert_gates
 from penstock.engine.activations.recompute_once import checkpoint_once
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
@@ -46,11 +46,6 @@ def checkpoint_kind(train: TrainConfig) -> Kind:
     return "reentrant" if train.enable_reentrant else "plain"
 
 
-def checkpoint_moe_settings(train: TrainConfig) -> MoERecompute:
-    """The recomputed part of MoE layers."""
-    return "gates" if train.moe_checkpoint_method == "moe_act" else "whole"
-
-
 def apply_activation_checkpointing(
     model: CausalLM,
     modules: Sequence[str] | None,
@@ -76,7 +71,7 @@ def apply_activation_checkpointing(
     if modules is None:
         run_layer = model.run_layer
 
-        def recompute_unless_moe(module: nn.Module, *args: Any) -> Any:
+        def recompute_unless_moe(module: Any, *args: Any) -> Any:
             is_moe = module in moe_layers
             return run_layer(module, *args) if is_moe else recompute(run_layer, module, *args)
 
@@ -96,7 +91,10 @@ def apply_activation_checkpointing(
         # Without names, layers without experts are recomputed as a whole by `run_layer`.
         for layer in moe_layers if modules is None else layers:
             if name == "mlp" and layer in moe_layers:
-                checkpoint_moe_act(moe_layers[layer], recompute)
+                moe = moe_layers[layer]
+                moe.experts.run = checkpoint_expert_gates
+                # Shared experts do not communicate: they are recomputed as a whole.
+                moe.run_shared = partial(recompute, moe.run_shared)
             else:
                 hook = CALL_HOOKS[name]
                 setattr(layer, hook, partial(recompute, getattr(layer, hook)))

@@ -114,11 +114,6 @@ class OffloadedStorage:
             )
         return self.here
 
-    def data(self) -> torch.Tensor:
-        stored = self.on_device()
-        data = torch.empty(0, dtype=torch.uint8, device=stored.device)
-        return data.set_(stored.untyped_storage())
-
 
 class ActivationOffloader:
     """Saves tensors of one device, of which `capacity` bytes stay there.
@@ -199,7 +194,10 @@ class ActivationOffloader:
             oldest = next(iter(self._resident.values()))()
             assert oldest is not None
             self._forget_resident(id(oldest), oldest.size)
-            oldest.away, event = self._copies.to_host(oldest.data())
+            on_device = oldest.on_device()
+            data = torch.empty(0, dtype=torch.uint8, device=on_device.device)
+            data.set_(on_device.untyped_storage())
+            oldest.away, event = self._copies.to_host(data)
             self._offloading[-1].append((weakref.ref(oldest), event))
 
     def _forget_resident(self, number: int, size: int) -> None:

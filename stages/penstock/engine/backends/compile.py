@@ -26,10 +26,8 @@ COMPILERS = ("g++", "clang++")
 
 
 def require_compiler(device: torch.device, setting: str, instead: str) -> None:
-    """Raise CapabilityError if nothing compiles for the device.
-
-    `setting` is the setting that needs it; `instead` says what to write.
-    """
+    """Raise CapabilityError if nothing compiles for the device: `setting` needs it, `instead` says
+    what to write."""
     # Inductor generates C++ for the CPU and Triton for GPUs.
     if device.type == "cpu":
         if any(map(shutil.which, COMPILERS)):
@@ -50,10 +48,8 @@ def compile_layers(model: CausalLM, device: torch.device) -> None:
     A transformer block is one graph if no hooks are registered between its parts and no part is
     sharded separately. Otherwise attention and a feed-forward network are one graph each; and so is
     an MoE layer or, with expert parallelism, its router, its experts and its shared experts. Call
-    it after all hooks are registered and the weights are sharded.
-
-    Raises:
-        CapabilityError: nothing compiles for the device here.
+    it after all hooks are registered and the weights are sharded. Raises CapabilityError if nothing
+    compiles for the device here.
     """
     require_compiler(device, "train.enable_compile is true", "Leave enable_compile out.")
     for layer in model.blocks:

@@ -6,7 +6,6 @@ from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.train import DropoutConfig
 from penstock.models.automodel.causal_lm import AutoCausalLM
 from penstock.models.causal_lm import CausalLM
-from penstock.models.layers.attention import AttentionFn, in_bf16
 from penstock.models.layers.dropout import Dropout, DropoutRates
 from penstock.models.layers.experts import ExpertOperations
 from penstock.models.layers.layer_ops import LayerOps, layer_operations
@@ -31,11 +30,11 @@ def has_dropout(part: CausalLM) -> bool:
 
 def select_layer_ops(model: ModelConfig) -> LayerOps:
     """PyTorch's native operations if the settings ask for them, otherwise the fastest available."""
-    norms, gates, rope = (
-        "plain" if native else "best"
-        for native in (model.rmsnorm_native, model.activation_native, model.rope_native)
+    return layer_operations(
+        norms="plain" if model.rmsnorm_native else "best",
+        gates="plain" if model.activation_native else "best",
+        rope_impl="plain" if model.rope_native else "best",
     )
-    return layer_operations(norms=norms, gates=gates, rope_impl=rope)
 
 
 def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> ExpertOperations:
@@ -48,8 +47,3 @@ def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> Exp
         packed_activate=packed_swiglu.reference,
         clamped_gate=clamped_gate.reference,
     )
-
-
-def select_attention_dtype(attend: AttentionFn, model: ModelConfig) -> AttentionFn:
-    """Attention in bf16 if the settings ask for it, otherwise in the dtype of its inputs."""
-    return in_bf16(attend) if model.attention_cast_bf16 else attend

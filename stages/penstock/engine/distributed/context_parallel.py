@@ -17,7 +17,6 @@ import torch
 
 from penstock.engine.distributed.collectives import reduce_from_tp_region
 from penstock.engine.distributed.device_mesh import Axis, Mesh
-from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.ring_attention import Ring, RingSegments, ring_segments
 from penstock.engine.distributed.ulysses import Ulysses
 from penstock.engine.generation.kv_cache import with_kv_cache
@@ -33,18 +32,13 @@ from penstock_kernels.attention import VarlenMetadata, attention
 from penstock_kernels.sparse_attention import PartialSegments
 
 
-def multiple(degrees: ParallelDims) -> int:
-    """What T must be a multiple of."""
-    # In zigzag order a ring rank has two chunks.
-    return degrees.ulysses * (2 * degrees.ring if degrees.ring > 1 else 1)
-
-
 class ContextParallel:
     """This rank's share of the tokens of packed sequences, and attention from it to all tokens."""
 
     def __init__(self, mesh: Mesh) -> None:
         """Every rank of the mesh must create it at the same time."""
-        self.multiple = multiple(mesh.dims)
+        # What T must be a multiple of: in zigzag order a ring rank has two chunks.
+        self.multiple = mesh.dims.ulysses * (2 * mesh.dims.ring if mesh.dims.ring > 1 else 1)
         ring, ulysses = mesh.group("ring"), mesh.group("ulysses")
         self._mesh, self._groups = mesh, [group for group in (ring, ulysses) if group]
         self._ring = Ring(ring, mesh.size("ring"), mesh.index("ring")) if ring else None

@@ -3,7 +3,6 @@
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import Protocol
 
 import torch
 import torch.distributed as dist
@@ -35,16 +34,14 @@ HEAD_MAY_BE_SKIPPED = Version("2.13")
 """The first PyTorch whose FSDP2 completes a unit of several modules of which one is not called."""
 
 
-class GradSync(Protocol):
+class GradSync:
     """Gradient reduction over the passes of a step."""
 
     def prepare_backward(self, *, last: bool) -> None:
         """Called before each forward and backward pass; `last` marks the last one of the step."""
-        ...
 
     def wait(self) -> None:
         """Called after the step's last backward pass; returns when all gradients are reduced."""
-        ...
 
 
 @dataclass(frozen=True)
@@ -138,7 +135,7 @@ def _layers_with_units(
     return layers
 
 
-class FSDPSync:
+class FSDPSync(GradSync):
     """Gradient sync of FSDP2, which must be told which backward pass is the last.
 
     Gradients are reduce-scattered after every pass, so that this rank accumulates only its shard;
@@ -160,11 +157,8 @@ class FSDPSync:
             part.set_is_last_backward(reduces)
             part.set_reshard_after_backward(last or self._reshard_after != "step")
 
-    def wait(self) -> None:
-        """FSDP2 reduced the gradients during the last pass."""
 
-
-class ReplicatedSync:
+class ReplicatedSync(GradSync):
     """Gradient sync of replicated weights: all-reduce over the ranks that share them."""
 
     def __init__(self, sums: Sequence[BucketedAllReduce]) -> None:
@@ -182,10 +176,8 @@ class ReplicatedSync:
 def shard_parts(
     parts: Iterable[CausalLM], mesh: Mesh, train: TrainConfig, basic_modules: list[str]
 ) -> None:
-    """Shard each part under `fsdp2`; do nothing in the other modes.
-
-    Raises CapabilityError for a name in `basic_modules` that matches no module.
-    """
+    """Shard each part under `fsdp2`; do nothing in the other modes. Raises CapabilityError for a
+    name in `basic_modules` that matches no module."""
     if train.data_parallel_mode != "fsdp2":
         return
     computes_in: torch.dtype = getattr(torch, train.computes_in)

@@ -200,29 +200,19 @@ class ParallelModel:
                 part.train()
 
     @torch.no_grad()
-    def forward_only(self, call: ModelInputs) -> None:
-        """Run a forward pass in the current mode, for what `reduce` itself records."""
-        if self.pipeline:
-            self.pipeline.forward([call])
-        else:
-            self._forward_one(call)
-
-    @torch.no_grad()
-    def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
-        """Run a forward pass as in training for router observers, without a loss."""
-        calls = [
-            replace(
-                call,
-                output_fn=no_loss,
-                further=call.further and call.further.with_output(no_loss),
-            )
-            for call in calls
-        ]
+    def forward_only(self, *calls: ModelInputs) -> None:
+        """Run forward passes in the current mode, for what `reduce` itself records."""
         if self.pipeline:
             self.pipeline.forward(calls)
         else:
             for call in calls:
                 self._forward_one(call)
+
+    def forward_for_observers(self, calls: Sequence[ModelInputs]) -> None:
+        """Run a forward pass as in training for router observers, without a loss."""
+        further = [call.further and call.further.with_output(no_loss) for call in calls]
+        pairs = zip(calls, further, strict=True)
+        self.forward_only(*(replace(call, output_fn=no_loss, further=f) for call, f in pairs))
 
     def _accumulate(self, calls: Sequence[ModelInputs]) -> torch.Tensor:
         total = torch.zeros((), device=calls[0].input_ids_T.device)

@@ -161,19 +161,16 @@ class Pipeline:
             # A sum of two terms does not depend on their order, so both ranks get bitwise identical
             # results. Gradients of offloaded weights are in host memory, which no GPU can send.
             local_grad = gradients[0].to(self._device)
-            gradients[0].add_(self._exchange(local_grad).to(gradients[0].device))
-
-    def _exchange(self, local_grad: torch.Tensor) -> torch.Tensor:
-        last = self._num_stages - 1
-        peer = self._rank_by_stage[last if 0 in self._stage_indices else 0]
-        received = torch.empty_like(local_grad)
-        messages = [
-            dist.P2POp(dist.isend, local_grad, peer, self._group),
-            dist.P2POp(dist.irecv, received, peer, self._group),
-        ]
-        for message in dist.batch_isend_irecv(messages):
-            message.wait()
-        return received
+            received = torch.empty_like(local_grad)
+            last = self._num_stages - 1
+            peer = self._rank_by_stage[last if 0 in self._stage_indices else 0]
+            messages = [
+                dist.P2POp(dist.isend, local_grad, peer, self._group),
+                dist.P2POp(dist.irecv, received, peer, self._group),
+            ]
+            for message in dist.batch_isend_irecv(messages):
+                message.wait()
+            gradients[0].add_(received.to(gradients[0].device))
 
     def _shape(self, num_tokens: int) -> tuple[int, int]:
         return num_tokens // self._tp_share, self._width

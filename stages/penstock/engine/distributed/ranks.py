@@ -81,7 +81,13 @@ def init_process_group(
     device, backend, device_id = rank_device(local_rank), "gloo", None
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        _set_cuda_backends()
+        # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds a plan for
+        # each new input shape (70 ms on an H200): for each new document length of packed rows, and
+        # in decoding for each length of the KV cache.
+        torch.backends.cuda.enable_cudnn_sdp(enabled=False)
+        # By default cuBLAS may reduce the partial sums of split-K matmuls in bf16 or fp16.
+        torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
+        torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
         backend, device_id = "nccl", device
     heartbeat.set_phase("joining the other ranks")
     if not dist.is_initialized():
@@ -104,16 +110,6 @@ def init_process_group(
                 device_id=device_id,
             )
     return ProcessInfo(rank, local_rank, world, device, heartbeat)
-
-
-def _set_cuda_backends() -> None:
-    # On Hopper scaled_dot_product_attention selects its cuDNN backend, which builds an execution
-    # plan for each new input shape (70 ms on an H200): for each new document length of packed rows,
-    # and in decoding for each length of the KV cache.
-    torch.backends.cuda.enable_cudnn_sdp(enabled=False)
-    # By default cuBLAS may reduce the partial sums of split-K matmuls in bf16 or fp16.
-    torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = False
-    torch.backends.cuda.matmul.allow_fp16_reduced_precision_reduction = False
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:

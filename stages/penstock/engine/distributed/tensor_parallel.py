@@ -96,7 +96,13 @@ def parallelize_tensor(
         _update_module(module, name, plan, mesh)
     if (table := model.model.embed_tokens) is not None:
         first = plan.span("embed_tokens").first
-        model.model.embed_tokens = _vocab_parallel_embedding(table, first, group, residual)
+        if isinstance(table, LoraEmbedding):
+            table.lookup = partial(lookup_local_rows, first=first)
+            table.reduce_output = partial(reduce_from_tp_region, group=group, residual=residual)
+            table.sum_squares = partial(_all_reduce_sum, group=group)
+        else:
+            weight = table.get_parameter("weight")
+            model.model.embed_tokens = VocabParallelEmbedding(weight, first, group, residual)
     for number, layer in model.model.layers.items():
         assert isinstance(layer, Block)
         if isinstance(layer.token_mixer, SelfAttention):
@@ -106,10 +112,8 @@ def parallelize_tensor(
         for part, socket in CALL_HOOKS.items():
             # Of a part that the layer has not, nothing calls the hook.
             is_moe = isinstance(layer.part(part), MoE)
-            region = _moe_forward if is_moe else _tp_forward
+            region = _moe_forward if is_moe else partial(_tp_forward, reduce_dtype=reduce_dtype)
             run = partial(region, getattr(layer, socket), group=group, residual=residual)
-            if not is_moe:
-                run = partial(run, reduce_dtype=reduce_dtype)
             setattr(layer, socket, run)
 
 
@@ -137,17 +141,6 @@ def reduce_partial_grads(params: Sequence[LocalParam], mesh: Mesh) -> None:
         torch._foreach_copy_(
             views, [part.view_as(view) for part, view in zip(sums, views, strict=True)]
         )
-
-
-def _vocab_parallel_embedding(
-    table: nn.Embedding, first: int, group: dist.ProcessGroup, residual: Residual
-) -> nn.Embedding:
-    if not isinstance(table, LoraEmbedding):
-        return VocabParallelEmbedding(table.get_parameter("weight"), first, group, residual)
-    table.lookup = partial(lookup_local_rows, first=first)
-    table.reduce_output = partial(reduce_from_tp_region, group=group, residual=residual)
-    table.sum_squares = partial(_all_reduce_sum, group=group)
-    return table
 
 
 def _resize(

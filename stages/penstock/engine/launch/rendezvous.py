@@ -88,11 +88,8 @@ class Machines(_Handler):
         self._connected: TCPStore | None = None
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Wait until all machines have joined the next round.
-
-        Raises RendezvousTimeoutError if they do not, and RendezvousClosedError if one of them has
-        given up.
-        """
+        """Wait until all machines have joined the next round. Raises RendezvousTimeoutError if
+        they do not, and RendezvousClosedError if one of them has given up."""
         store = self._store()
         completed = int(store.get(COMPLETED)) if store.check([COMPLETED]) else 0
         # A replacement machine joins at the round of the others.
@@ -149,7 +146,13 @@ class Machines(_Handler):
             return self._connected
         host, port, timeout = self._host, self._port, datetime.timedelta(seconds=JOIN_SECONDS)
         if self._number == 0:
-            self._connected = self._listen(timeout)
+            address = listening_address(host)
+            self._connected, _ = listening_store(address, port, timeout=timeout)
+            interface = address or f"every address of this machine ({host} is none of its own)"
+            sys.stderr.write(
+                f"launch: {self._count} machines rendezvous at {interface}, port {port}, without "
+                "authentication: keep that network private\n"
+            )
             return self._connected
         deadline = time.monotonic() + JOIN_SECONDS
         while not reachable(host, port):
@@ -159,16 +162,6 @@ class Machines(_Handler):
             time.sleep(POLL_SECONDS)
         self._connected = TCPStore(host, port, timeout=timeout, wait_for_workers=False)
         return self._connected
-
-    def _listen(self, timeout: datetime.timedelta) -> TCPStore:
-        address = listening_address(self._host)
-        store, _ = listening_store(address, self._port, timeout=timeout)
-        interface = address or f"every address of this machine ({self._host} is none of its own)"
-        sys.stderr.write(
-            f"launch: {self._count} machines rendezvous at {interface}, port {self._port}, without "
-            "authentication: keep that network private\n"
-        )
-        return store
 
 
 def create_handler(parameters: RendezvousParameters, folder: Path) -> RendezvousHandler:

@@ -22,13 +22,9 @@ def listening_store(
 
     `address` "" means every address of this machine. Raises OSError if it cannot listen there.
     """
-    if address:
-        family = socket.AF_INET6 if ":" in address else socket.AF_INET
-        listening = socket.create_server((address, port), family=family)
-    elif socket.has_dualstack_ipv6():
-        listening = socket.create_server(("", port), family=socket.AF_INET6, dualstack_ipv6=True)
-    else:
-        listening = socket.create_server(("", port))
+    is_dual = not address and socket.has_dualstack_ipv6()
+    family = socket.AF_INET6 if is_dual or ":" in address else socket.AF_INET
+    listening = socket.create_server((address, port), family=family, dualstack_ipv6=is_dual)
     with listening:
         bound: int = listening.getsockname()[1]
         handle = listening.detach()
@@ -46,10 +42,8 @@ def listening_store(
 
 
 def store_name(store: Path | tuple[str, int], round_number: int) -> str:
-    """The name of the ranks' store: `file:FOLDER/ROUND` or `tcp:HOST:PORT/ROUND`.
-
-    Each start of the ranks has its own round, because keys of an earlier one are stale.
-    """
+    """The name of the ranks' store: `file:FOLDER/ROUND` or `tcp:HOST:PORT/ROUND`."""
+    # Each start of the ranks has its own round, because keys of an earlier one are stale.
     if isinstance(store, Path):
         return f"file:{store}/{round_number}"
     host, port = store
@@ -70,10 +64,8 @@ def named_store(name: str, timeout: datetime.timedelta) -> Store:
 
 
 def env_store(rank: int, address: str, port: int, timeout: datetime.timedelta) -> Store:
-    """The store of ranks that torchrun or srun started, at the common `address`.
-
-    If no agent listens there, rank 0 does.
-    """
+    """The store of ranks that torchrun or srun started, at the common `address`, where rank 0
+    listens if no agent does."""
     if rank == 0 and not env.agent_serves_store():
         store, _ = listening_store(listening_address(address), port, timeout=timeout)
     else:

@@ -18,15 +18,12 @@ from penstock_kernels.cross_entropy import LossOptions
 
 
 def train_loss_fn(run: RunConfig, device: torch.device, soft_cap: float | None = None) -> Loss:
-    """The training loss of a model with this soft cap of its logits.
-
-    Raises CapabilityError if compilation is requested and not available.
-    """
+    """The training loss of a model with this soft cap of its logits. Raises CapabilityError if
+    compilation is requested and not available."""
     train = run.train
     if train.ce_mode == "compiled":
-        require_compiler(
-            device, "train.ce_mode is compiled", "Write chunked, which needs no compiler."
-        )
+        write = "Write chunked, which needs no compiler."
+        require_compiler(device, "train.ce_mode is compiled", write)
     terms = LossOptions(train.label_smoothing, train.z_loss_coef, soft_cap)
     loss = LOSSES.build(train.loss, train.loss_kwargs)
     package = loss if isinstance(loss, LogitsLoss) else None

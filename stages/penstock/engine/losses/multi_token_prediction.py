@@ -24,7 +24,6 @@ from penstock.losses.labels import IGNORED, Labels
 from penstock.models.decoder import OutputFn
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.multi_token_prediction import FurtherTokens
-from penstock.rows.collate import MicroBatch
 from penstock_kernels.to_device import to_device
 
 
@@ -48,10 +47,13 @@ class MTPLoss(StepPart):
             return
         depth_loss = partial(self._depth_loss, step.counts.divisor, step.scale, self._total)
         for number, batch in enumerate(step.batches):
-            ids_KT, labels_KT = map(self._own_tokens, further_tokens(batch, self.depths))
-            weights_KT: Sequence[torch.Tensor | None] = [None] * self.depths
+            # Id 0 where the document has no further token: no earlier one attends to it.
+            lengths, depths = batch.lengths, self.depths
+            ids_KT = self._own_tokens(shifted(batch.input_ids_T, lengths, depths, 0))
+            labels_KT = self._own_tokens(shifted(batch.labels_T, lengths, depths, IGNORED))
+            weights_KT: Sequence[torch.Tensor | None] = [None] * depths
             if batch.loss_weights_T is not None:
-                further_KT = shifted(batch.loss_weights_T, batch.lengths, self.depths, 0)
+                further_KT = shifted(batch.loss_weights_T, lengths, depths, 0)
                 weights_KT = self._own_tokens(further_KT).unbind()
             labels = [
                 Labels.from_host(labels_S, device, weights_S)
@@ -60,7 +62,7 @@ class MTPLoss(StepPart):
             outputs: list[OutputFn] = [partial(depth_loss, depth) for depth in labels]
             index_KT, images = None, self.layout.images
             if batch.images is not None and isinstance(images, ImageInputBuilder):
-                index_KT = shifted(images.feature_index(batch), batch.lengths, self.depths, -1)
+                index_KT = shifted(images.feature_index(batch), lengths, depths, -1)
                 index_KT = to_device(self._own_tokens(index_KT), device)
             further = FurtherTokens(to_device(ids_KT, device), outputs, index_KT)
             step.calls[number] = replace(step.calls[number], further=further)
@@ -101,13 +103,6 @@ def build_mtp_loss(
     if not config.num_mtp_layers:
         return None
     return MTPLoss(train.mtp_loss_weight, config.num_mtp_layers, layout, loss_fn)
-
-
-def further_tokens(batch: MicroBatch, depths: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Token ids and labels of each depth, [K, T]: those k positions further on in the document.
-    Where it has none the label is IGNORED and the id is 0, which no earlier token attends to."""
-    ids_KT = shifted(batch.input_ids_T, batch.lengths, depths, 0)
-    return ids_KT, shifted(batch.labels_T, batch.lengths, depths, IGNORED)
 
 
 def shifted(values_T: torch.Tensor, lengths: Sequence[int], depths: int, fill: int) -> torch.Tensor:

@@ -198,16 +198,16 @@ class Preferences(StepPart):
             reference_DA = torch.zeros_like(tokens_DA)
             if references:
                 reference_DA = to_device(references[index], device).double()
-            desirable = batch.branching.desirable if batch.branching else ()
-            desirable_D = to_device(torch.tensor(desirable, dtype=torch.bool), device)
-            gap_D = None
+            judged_D = gap_D = None
+            if self.config.loss_type == "kto":
+                desirable = batch.branching.desirable if batch.branching else ()
+                judged_D = to_device(torch.tensor(desirable, dtype=torch.bool), device)
             if self.config.offset_alpha:
                 gaps = batch.branching.score_gaps if batch.branching else ()
                 gap_D = to_device(torch.tensor(gaps, dtype=torch.float64), device)
             prompt_tokens_D = torch.zeros_like(tokens_DA[:, 0])
             if self.config.learns_prompts:
                 prompt_tokens_D = to_device(num_prompt_tokens(batch), device).to(prompt_tokens_D)
-            judged_D = desirable_D if self.config.loss_type == "kto" else None
             inputs.append(
                 PreferenceBatch(reference_DA, tokens_DA, prompt_tokens_D, judged_D, gap_D)
             )

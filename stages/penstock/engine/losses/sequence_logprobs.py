@@ -70,10 +70,8 @@ class SequenceLogProbs:
 
     @torch.no_grad()
     def gather(self, batches: Sequence[MicroBatch]) -> list[torch.Tensor]:
-        """The log-probs of each micro-batch's completions, shaped as by `CompletionLogProbsFn`.
-
-        They are on the one rank of a replica that reports them, and zeros on the others: an
-        all-reduce gives all of them.
+        """The log-probs of each micro-batch's completions, shaped as by `CompletionLogProbsFn`, on
+        the one rank of a replica that reports them; zeros on the others.
         """
         device, calls, log_probs = self.ranks.device, list[ModelInputs](), list[torch.Tensor]()
 

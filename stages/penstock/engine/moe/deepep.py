@@ -59,9 +59,7 @@ class Buffer(Protocol):
 
 def open_buffer(group: dist.ProcessGroup, *, width: int, gigabytes: float, num_sms: int) -> Buffer:
     """Open the communication buffer of this rank for a model of this width; a collective call.
-
-    Raises ConfigError if DeepEP's kernels need more memory than `gigabytes`.
-    """
+    Raises ConfigError if DeepEP's kernels need more memory than `gigabytes`."""
     # The import loads GPU kernels, so it must follow the choice of this process's device.
     from deep_ep import Buffer  # noqa: PLC0415
 

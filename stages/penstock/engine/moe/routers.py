@@ -49,10 +49,8 @@ def build_routers(
     mesh: Mesh,
     ranks: ProcessInfo,
 ) -> "Routers | None":
-    """The load balancing of a run; None if nothing is requested. Collective.
-
-    Raises ConfigError if something is requested and the model has no routers.
-    """
+    """The load balancing of a run; None if nothing is requested. Collective. Raises ConfigError if
+    something is requested and the model has no routers."""
     routed = routed_layers(config)
     balance = LoadBalancingConfig.of(train, routed)
     if balance is None or routed is None:

@@ -26,10 +26,8 @@ def select_token_dispatcher(
     device: torch.device,
     notify: Callable[[str], None],
 ) -> RegisterDispatcher:
-    """The dispatcher that `model.ep_dispatch` names; a collective call.
-
-    Raises CapabilityError if this rank does not support it, and ConfigError for too small a buffer.
-    """
+    """The dispatcher that `model.ep_dispatch` names; a collective call. Raises CapabilityError if
+    this rank does not support it, and ConfigError for too small a buffer."""
     model = run.model
     if model.ep_dispatch == "alltoall":
         return use_all_to_all_dispatcher

@@ -74,12 +74,6 @@ class Float8ShardedWeight(torch.Tensor):
     # Operations on it give plain tensors.
     __torch_function__ = torch._C._disabled_torch_function_impl  # pyright: ignore[reportAssignmentType]
 
-    @staticmethod
-    def of(shard_NK: torch.Tensor, rows: Rows) -> "Float8ShardedWeight":
-        sharded = torch.Tensor._make_subclass(Float8ShardedWeight, shard_NK)
-        sharded.rows = rows
-        return sharded
-
     def fsdp_pre_all_gather(
         self,
         mesh: DeviceMesh,
@@ -132,8 +126,10 @@ def enable_fp8_all_gather(
                 uneven.append(name)
                 continue
             _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-            rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
-            weight._local_tensor = Float8ShardedWeight.of(weight._local_tensor, rows)
+            # It shares the memory.
+            sharded = torch.Tensor._make_subclass(Float8ShardedWeight, weight._local_tensor)
+            sharded.rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
+            weight._local_tensor = sharded
     if uneven:
         notify(
             f"train.enable_fp8_all_gather: {len(uneven)} weights are gathered unrounded, whose rows"

@@ -70,10 +70,8 @@ def products_in(model: CausalLM) -> Mapping[str, Float8Matmul]:
 
 
 def set_amax_reduce_groups(parts: Sequence[CausalLM], layers: Float8Layers, mesh: Mesh) -> None:
-    """Set the groups for amax reduction on FP8 layers; in place.
-
-    The layers are those that `convert_to_float8_training` has converted. Call it on every rank.
-    """
+    """Set the groups for amax reduction on layers that `convert_to_float8_training` has converted;
+    in place. Call it on every rank."""
     if not layers.chosen:
         return
     tokens, features = _largest(mesh, *OF_TOKENS), _largest(mesh, "tensor")

@@ -52,12 +52,8 @@ class Float8Layers:
 
 
 def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8Layers:
-    """The FP8 layers of a model.
-
-    Raises:
-        ConfigError: an entry of `exclude_modules` matches nothing.
-        CapabilityError: no layer would be converted, or only a part of one.
-    """
+    """The FP8 layers of a model. Raises ConfigError if an entry of `exclude_modules` matches
+    nothing, and CapabilityError if no layer would be converted, or only a part of one."""
     fp8 = train.fp8
     require_known(FIELD, fp8.exclude_modules, names)
     layers, excluded = Float8Layers(), list[str]()
@@ -91,10 +87,7 @@ def float8_layers(train: TrainConfig, names: WeightMap, roles: Roles) -> Float8L
 
 
 def require_float8(capability: tuple[int, int] | None) -> None:
-    """Raise CapabilityError for a GPU without FP8. None: unknown, or no GPU.
-
-    A CPU emulates it, slowly.
-    """
+    """Raise CapabilityError for a GPU without FP8. None: unknown, or a CPU, which emulates it."""
     if capability is not None and capability < CAPABILITY:
         has, wants = (".".join(map(str, version)) for version in (capability, CAPABILITY))
         raise CapabilityError(
