@@ -158,7 +158,9 @@ TABLE = {
         sampler=work.sampler, base_model="tiny/byte-llama", path=f"{MODEL}/sampler_weights/s1"
     ),
     requests.Sample: sampled,
-    requests.GetModel: lambda work: results.ModelResult(info=run_of(work.model), served=served()),
+    requests.GetModel: lambda work: results.ModelResult(
+        info=run_of(work.model), served=served(), pending=0
+    ),
     requests.ListModels: lambda _: results.ListModelsResult(models=(run_of(MODEL),), total=1),
     requests.ListCheckpoints: lambda work: results.ListCheckpointsResult(
         checkpoints=(checkpoint(work.model or MODEL), checkpoint(name="sampler_weights/s1"))

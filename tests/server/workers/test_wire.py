@@ -211,7 +211,7 @@ def test_who_does_not_know_the_secret_is_not_heard_and_disturbs_nobody(other, ca
         secret = new_secret()
         async with pair(secret) as (workers, engine):
             await engine.send(Hello(instance="right"))
-            assert (await hear(workers)).engine == "right"
+            assert (await hear(workers)).instance == "right"
             stranger = connecting(FromWorkers, workers.address, other)
             sending = asyncio.create_task(stranger.send(Hello(instance="wrong")))
             with pytest.raises(TimeoutError):

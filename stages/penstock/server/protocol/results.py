@@ -74,6 +74,7 @@ class ModelResult(Message):
 
     info: ModelInfo
     served: ServedModel
+    pending: int  # Number of unanswered requests
 
 
 class ForwardBackwardResult(Message):

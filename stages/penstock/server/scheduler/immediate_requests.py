@@ -9,6 +9,7 @@ from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.expiry import Expiry
 from penstock.server.scheduler.inference_endpoints import InferenceEndpoints
 from penstock.server.scheduler.models import Models
+from penstock.server.scheduler.queue import RequestQueue
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.state_store import SamplerRecord
 from penstock.server.scheduler.storage import TrashCollector
@@ -27,6 +28,7 @@ class ImmediateRequests:
     models: Models
     checkpoints: CheckpointCatalog
     workers: WorkerClient
+    queue: RequestQueue
     expiry: Expiry
     trash: TrashCollector
 
@@ -77,7 +79,9 @@ class ImmediateRequests:
             case requests.GetModel():
                 record = self.models.find(operation.model, owner)
                 return results.ModelResult(
-                    info=self.checkpoints.model_info(record), served=self.workers.served
+                    info=self.checkpoints.model_info(record),
+                    served=self.workers.served,
+                    pending=self.queue.pending(record.model),
                 )
             case requests.ListModels():
                 return self._list_models(operation, owner)

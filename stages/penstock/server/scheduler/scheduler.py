@@ -102,7 +102,7 @@ class Scheduler:
             settings.idle_session_timeout, queue, sessions, models, checkpoints, trash.discard
         )
         self._immediate = ImmediateRequests(
-            self._endpoints, sessions, models, checkpoints, client, self._expiry, trash
+            self._endpoints, sessions, models, checkpoints, client, queue, self._expiry, trash
         )
         self._shutdown = GracefulShutdown(settings, queue, client, models, self._training)
         # Continue from where the previous process stopped or died.
