@@ -158,7 +158,7 @@ FORMATS = Registry(
         "tokenized": "penstock.prepare.formats.tokenized:tokenized",
         "chat": "penstock.prepare.formats.chat:chat",
         "sharegpt": "penstock.prepare.formats.sharegpt:sharegpt",
-        "instruction": "penstock.prepare.formats.instruction:instruction",
+        "instruction": "penstock.prepare.formats.alpaca:instruction",
         "alpaca": "penstock.prepare.formats.alpaca:alpaca",
         "text": "penstock.prepare.formats.plain:plain",
         "preference": "penstock.prepare.formats.preference:preference",

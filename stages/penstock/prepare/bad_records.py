@@ -66,9 +66,7 @@ def get_number(record: Mapping[str, Any], name: str) -> float:
 def check_number(location: str, value: Any) -> float:
     """`value`, which must be a finite number."""
     if isinstance(value, bool) or not isinstance(value, int | float):
-        raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(value)} where a number is meant"
-        )
+        raise wrong_type(location, value, "a number")
     try:
         number = float(value)
     except OverflowError:  # a whole number may have any number of digits
@@ -91,9 +89,7 @@ def check_weight(location: str, value: Any) -> float:
 def check_text(location: str, value: Any) -> str:
     """Return `value`, which must be a string that can be encoded as UTF-8."""
     if not isinstance(value, str):
-        raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(value)} where a string is meant"
-        )
+        raise wrong_type(location, value, "a string")
     if value.isascii():
         return value
     try:
@@ -111,12 +107,27 @@ def get_optional_text(record: Mapping[str, Any], name: str | None) -> str:
     return get_text(record, name)
 
 
+TYPE_NAMES: Mapping[type, str] = {
+    **{type(None): "null", dict: "an object", list: "a list", bool: "a boolean"},
+    **{int: "a number", float: "a number", str: "a string"},
+}
+
+
 def json_type_name(value: Any) -> str:
     """Name of a JSON value's type, with article."""
-    names = {type(None): "null", dict: "an object", list: "a list", bool: "a boolean"}
-    return names.get(type(value)) or {int: "a number", float: "a number", str: "a string"}.get(
-        type(value), type(value).__name__
-    )
+    return TYPE_NAMES.get(type(value), type(value).__name__)
+
+
+def wrong_type(location: str, value: Any, meant: str) -> BadRecord:
+    """Error for a value that is not what is `meant`, such as `a string`."""
+    return BadRecord("wrong_type", f"{location} is {json_type_name(value)} where {meant} is meant")
+
+
+def check_list(location: str, value: Any, meant: str = "a list") -> list[Any]:
+    """Return `value`, which must be a list."""
+    if not isinstance(value, list):
+        raise wrong_type(location, value, meant)
+    return value
 
 
 def describe_value(value: Any) -> str:
@@ -195,12 +206,11 @@ class Tally:
 
     def as_json(self) -> dict[str, Any]:
         """As plain JSON, read by `from_json`."""
-        counts = {name: getattr(self, name) for name in _COUNTS}
-        by_key = {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
-        record = {**counts, **by_key, "samples": self.samples}
-        record |= {"unread_examples": self.unread_examples} if self.unread_examples else {}
-        record |= {"lacking": self.lacking} if self.lacking else {}
-        record |= {"weighted": self.weighted} if self.weighted else {}
+        record = {name: getattr(self, name) for name in _COUNTS}
+        record |= {name: dict(sorted(getattr(self, name).items())) for name in _COUNTERS}
+        record["samples"] = self.samples
+        for name in ("unread_examples", "lacking", "weighted"):
+            record |= {name: value} if (value := getattr(self, name)) else {}
         return {**record, "images": self.images, "media": self.media} if self.media else record
 
     @classmethod
@@ -214,15 +224,17 @@ class Tally:
         """Sum of several tallies."""
         total = cls()
         for tally in tallies:
-            for name in (*_COUNTS, *_COUNTERS):
+            for name in (*_COUNTS, *_COUNTERS, "images", "weighted", "media", "samples"):
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
             total.unread_examples = {**tally.unread_examples, **total.unread_examples}
-            total.images += tally.images
-            total.weighted += tally.weighted
-            total.media += tally.media
             total.lacking = sorted({*total.lacking, *tally.lacking})
-            total.samples += tally.samples
-        total.samples = _first_examples(total.samples)
+        counts: Counter[str] = Counter()
+        samples, total.samples = total.samples, []
+        for sample in samples:
+            cause = normalize_reason(sample["reason"], sample["why"])
+            counts[cause] += 1
+            if counts[cause] <= EXAMPLES_PER_CAUSE and len(total.samples) < MAX_EXAMPLES:
+                total.samples.append(sample)
         return total
 
 
@@ -235,17 +247,6 @@ def locate(file: str, line: int, record: int | None) -> dict[str, Any]:
 def normalize_reason(reason: str, why: str) -> str:
     """A cause: reason and message with numbers replaced by #."""
     return f"{reason}: {re.sub(_NUMBER, '#', why)}"
-
-
-def _first_examples(samples: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
-    counts: Counter[str] = Counter()
-    examples: list[dict[str, Any]] = []
-    for sample in samples:
-        cause = normalize_reason(sample["reason"], sample["why"])
-        counts[cause] += 1
-        if counts[cause] <= EXAMPLES_PER_CAUSE and len(examples) < MAX_EXAMPLES:
-            examples.append(sample)
-    return examples
 
 
 _NUMBER = re.compile(r"\d+")
@@ -266,16 +267,13 @@ def format_causes(samples: Sequence[Mapping[str, Any]], causes: Mapping[str, int
             lines.append(f"    {record_location(first)}: {first['why']}")
             continue
         more = ", …" if count > len(cause_examples) else ""
-        lines.append(f"    {count} x {first['why']} ({_format_locations(cause_examples)}{more})")
+        locations = ", ".join(map(record_location, cause_examples))
+        if "record" in first and len({sample["file"] for sample in cause_examples}) == 1:
+            numbers = ", ".join(str(sample.get("record")) for sample in cause_examples)
+            plural = "s" * (len(cause_examples) > 1)
+            locations = f"{first['file']}, record{plural} {numbers}"
+        lines.append(f"    {count} x {first['why']} ({locations}{more})")
     return "\n".join(lines[:MAX_CAUSES_SHOWN])
-
-
-def _format_locations(samples: Sequence[Mapping[str, Any]]) -> str:
-    """`file:1, file:4`, or `file, records 1, 4`."""
-    if "record" in samples[0] and len({sample["file"] for sample in samples}) == 1:
-        numbers = ", ".join(str(sample.get("record")) for sample in samples)
-        return f"{samples[0]['file']}, record{'s' * (len(samples) > 1)} {numbers}"
-    return ", ".join(record_location(sample) for sample in samples)
 
 
 def record_location(sample: Mapping[str, Any]) -> str:

@@ -1,11 +1,17 @@
-"""`alpaca`: instruction, input, output and history."""
+"""`alpaca`: instruction, input, output and history; `instruction`: the same columns where they are
+named. The output is trained."""
 
 from collections.abc import Mapping
 from typing import Any
 
-from penstock.prepare.bad_records import BadRecord, check_text, get_text, json_type_name
-from penstock.prepare.formats.conversation import Conversation
-from penstock.prepare.formats.instruction import BREAK
+from penstock.prepare.bad_records import (
+    BadRecord,
+    check_list,
+    check_text,
+    get_optional_text,
+    get_text,
+)
+from penstock.prepare.formats.conversation import Conversation, Message
 from penstock.prepare.formats.json_values import parse_json_text
 from penstock.prepare.formats.messages import (
     Turn,
@@ -16,6 +22,28 @@ from penstock.prepare.formats.messages import (
 from penstock.prepare.settings import DatasetSettings
 
 HISTORY = "history"
+
+BREAK = "\n\n"
+"""Between a question and its context."""
+
+
+def instruction(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
+    """Parse `field_instruction` and `field_output`, and `field_input` and `field_system` if set."""
+    question = get_text(record, settings.field_instruction)
+    answer = get_text(record, settings.field_output)
+    for name, value in (
+        (settings.field_instruction, question),
+        (settings.field_output, answer),
+    ):
+        if not value.strip():
+            raise BadRecord("empty", f"{name} is empty")
+    context = get_optional_text(record, settings.field_input)
+    system = get_optional_text(record, settings.field_system)
+    turns = [("system", system)] if system else []
+    turns += [("user", f"{question}{BREAK}{context}" if context else question)]
+    turns += [("assistant", answer)]
+    messages: list[Message] = [{"role": role, "content": content} for role, content in turns]
+    return Conversation(messages, None, (0.0,) * (len(messages) - 1) + (1.0,))
 
 
 def alpaca(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversation:
@@ -47,12 +75,8 @@ def system_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> str:
 
 def _parse_history(value: Any) -> list[Turn]:
     value = parse_json_text(HISTORY, value) if value else None
-    if value is None:
-        return []
-    if not isinstance(value, list):
-        raise BadRecord("wrong_type", f"{HISTORY} is {json_type_name(value)} where a list is meant")
     turns: list[Turn] = []
-    for index, entry in enumerate(value):
+    for index, entry in enumerate([] if value is None else check_list(HISTORY, value)):
         location = f"{HISTORY}[{index}]"
         if not isinstance(entry, list) or len(entry) != 2:
             raise BadRecord("wrong_type", f"{location} is not a list of a question and an answer")

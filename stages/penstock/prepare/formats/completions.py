@@ -53,13 +53,10 @@ class Messages:
         Raises BadRecord if either is empty or the prompt ends with the assistant.
         """
         if not count:
-            raise BadRecord(
-                "bad_value", f"{self.where} begins with the assistant, so it has no prompt"
-            )
+            why = f"{self.where} begins with the assistant, so it has no prompt"
+            raise BadRecord("bad_value", why)
         if count == len(self.turns):
-            raise BadRecord(
-                "bad_value", f"{self.where} does not end with an answer of the assistant's"
-            )
+            raise self._no_answer()
         prompt = Messages(self.where, self.turns[:count]).require_prompt()
         return prompt, Messages(self.where, self.turns[count:])
 
@@ -71,21 +68,21 @@ class Messages:
     def require_prompt(self) -> "Messages":
         """Return self. Raises BadRecord if it ends with the assistant."""
         if self.ends_with_assistant:
-            raise BadRecord(
-                "bad_value",
-                f"{self.where} ends with the assistant where the answer is yet to come",
-            )
+            why = f"{self.where} ends with the assistant where the answer is yet to come"
+            raise BadRecord("bad_value", why)
         return self
 
     def require_answer(self) -> "Messages":
         """Return self. Raises BadRecord if it does not end with a non-empty assistant message."""
         if not self.ends_with_assistant:
-            raise BadRecord(
-                "bad_value", f"{self.where} does not end with an answer of the assistant's"
-            )
+            raise self._no_answer()
         if self.turns[-1].is_blank:
             raise BadRecord("empty", f"the answer in {self.where} is empty")
         return self
+
+    def _no_answer(self) -> BadRecord:
+        why = f"{self.where} does not end with an answer of the assistant's"
+        return BadRecord("bad_value", why)
 
 
 def read_prompt(settings: DatasetSettings, record: Mapping[str, Any]) -> Messages | None:

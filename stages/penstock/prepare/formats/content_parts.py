@@ -4,7 +4,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from penstock.media.kinds import KINDS
-from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.bad_records import BadRecord, check_text, wrong_type
 from penstock.prepare.formats.conversation import REASONING, Message
 from penstock.prepare.formats.images import media_part, text_part
 from penstock.prepare.formats.json_values import to_json_text
@@ -41,9 +41,8 @@ def merge_parts(location: str, value: Message, role: str, name: str) -> Message:
             why = f"{path}[{index}] has {flag}, but a message is trained whole or not at all"
             raise BadRecord("bad_value", f"{why}; write it beside {name}")
         if kind == RESULT and role != "tool":
-            raise BadRecord(
-                "bad_value", f"{path}[{index}] is a tool's answer in a message of {role}"
-            )
+            why = f"{path}[{index}] is a tool's answer in a message of {role}"
+            raise BadRecord("bad_value", why)
         if kind == MEDIA and role == "assistant":
             article = KINDS[inside[0]["type"]].article
             raise BadRecord("bad_value", f"{path}[{index}] is {article}, which no answer can hold")
@@ -53,9 +52,8 @@ def merge_parts(location: str, value: Message, role: str, name: str) -> Message:
     if by_kind[CALL] and value.get("tool_calls"):
         raise BadRecord("bad_value", f"{location} has both tool_calls and parts of type tool_call")
     if by_kind[REASON] and any(value.get(note) for note in REASONING):
-        raise BadRecord(
-            "bad_value", f"{location} has its reasoning both in a part and beside content"
-        )
+        why = f"{location} has its reasoning both in a part and beside content"
+        raise BadRecord("bad_value", why)
     text = "".join(by_kind[TEXT] + by_kind[RESULT])
     members: Message = {**value, name: parts if by_kind[MEDIA] else text}
     if by_kind[REASON]:
@@ -85,16 +83,12 @@ def _part_value(part: Message) -> Any:
 def _parse_part(location: str, part: Any) -> tuple[str, list[Any]]:
     """(type of a part, its texts or tool calls)."""
     if not isinstance(part, dict) or "type" not in part:
-        raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(part)} where a part of a message is meant"
-        )
+        raise wrong_type(location, part, "a part of a message")
     kind = PARTS.get(str(part["type"]))
     if kind is None:
         part_types = ", ".join(dict.fromkeys(PARTS.values()))
-        why = f"{location} is of type {str(part['type'])[:40]!r}"
-        raise BadRecord(
-            "bad_value", f"{why}; only text and media can be used, in parts of type {part_types}"
-        )
+        why = f"{location} is of type {str(part['type'])[:40]!r}; only text and media can be used"
+        raise BadRecord("bad_value", f"{why}, in parts of type {part_types}")
     if kind in KINDS:
         return MEDIA, [media_part(location, KINDS[kind], part)]
     inside = _part_value(part)

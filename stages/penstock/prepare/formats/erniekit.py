@@ -7,15 +7,14 @@ is 1; then `tgt` and `label` may hold an entry for it, which means nothing.
 """
 
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from typing import Any
 
 from penstock.prepare.bad_records import (
     BadRecord,
+    check_list,
     check_text,
     describe_value,
     get_column,
-    json_type_name,
 )
 from penstock.prepare.formats.completions import Messages
 from penstock.prepare.formats.conversation import Conversation, PreferencePair
@@ -49,15 +48,9 @@ def sft_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Conversat
     answers, labels = _drop_system_entry(record, answers, len(questions)), labels[-len(questions) :]
     _require_counts(questions, answers, len(questions))
     turns = _alternate(questions, answers)
-    return build_conversation(
-        settings,
-        record,
-        [
-            replace(turn, weight=turn.weight * labels[index // 2]) if turn.is_answer else turn
-            for index, turn in enumerate(turns)
-        ],
-        system,
-    )
+    for turn, label in zip(turns[1::2], labels, strict=True):
+        turn.weight *= label
+    return build_conversation(settings, record, turns, system)
 
 
 def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:
@@ -72,9 +65,8 @@ def preference_turns(settings: DatasetSettings, record: Mapping[str, Any]) -> Pr
     _require_counts(questions, answers, len(questions) - 1)
     responses = get_column(record, "response")
     if not isinstance(responses, list) or len(responses) != SIDES:
-        raise BadRecord(
-            "wrong_type", f"response is {describe_value(responses)} where a list of 2 is meant"
-        )
+        why = f"response is {describe_value(responses)} where a list of 2 is meant"
+        raise BadRecord("wrong_type", why)
     chosen = _preferred_index(get_column(record, "sort"))
     return build_pair(
         settings,
@@ -113,11 +105,8 @@ def _drop_system_entry(record: Mapping[str, Any], answers: list[str], count: int
 
 def _require_counts(questions: Sequence[str], answers: Sequence[str], count: int) -> None:
     if len(answers) != count:
-        raise BadRecord(
-            "bad_value",
-            f"src has {len(questions)} texts of the user's and tgt {len(answers)} where {count} "
-            "are meant",
-        )
+        why = f"src has {len(questions)} texts of the user's and tgt {len(answers)} where {count}"
+        raise BadRecord("bad_value", f"{why} are meant")
     _require_no_empty("src", questions)
     _require_no_empty("tgt", answers)
 
@@ -136,11 +125,7 @@ def _alternate(questions: Sequence[str], answers: Sequence[str]) -> list[Turn]:
 
 
 def _parse_texts(name: str, value: Any) -> list[str]:
-    texts = [value] if isinstance(value, str) else value
-    if not isinstance(texts, list):
-        raise BadRecord(
-            "wrong_type", f"{name} is {json_type_name(value)} where a list of texts is meant"
-        )
+    texts = check_list(name, [value] if isinstance(value, str) else value, "a list of texts")
     if not texts:
         raise BadRecord("empty", f"{name} is empty")
     return [check_text(f"{name}[{i}]", text).strip() for i, text in enumerate(texts)]
@@ -162,9 +147,8 @@ def _parse_response(responses: Sequence[Any], index: int) -> Messages:
 def _preferred_index(ranks: Any) -> int:
     are_two = isinstance(ranks, list) and len(ranks) == SIDES
     if not are_two or not all(isinstance(rank, int | float) for rank in ranks):
-        raise BadRecord(
-            "wrong_type", f"sort is {describe_value(ranks)} where a list of 2 numbers is meant"
-        )
+        why = f"sort is {describe_value(ranks)} where a list of 2 numbers is meant"
+        raise BadRecord("wrong_type", why)
     if not (ranks[0] < ranks[1] or ranks[1] < ranks[0]):
         raise BadRecord("bad_value", f"sort ranks both responses alike ({ranks[0]}, {ranks[1]})")
     return int(ranks[1] > ranks[0])

@@ -12,7 +12,7 @@ from typing import Any
 
 from penstock.media.kinds import IMAGE, KINDS, VIDEO, BadMedia, MediaKind
 from penstock.media.reference import ImageRef, from_base64
-from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.bad_records import BadRecord, check_text, wrong_type
 from penstock.prepare.formats.conversation import Message
 
 NO_SOURCE = ImageRef()
@@ -115,14 +115,16 @@ def _parse(location: str, kind: MediaKind, value: Any) -> ImageRef:
     """An image, audio or video: a path, URL or data URI; bytes; or an object with one of its
     sources. A video may be a list of images."""
     if isinstance(value, list) and kind == VIDEO:
-        return _parse_frames(location, value)
+        if not value:
+            raise BadRecord("empty", f"{location} has no frames")
+        frames = [_parse(f"{location}[{index}]", IMAGE, frame) for index, frame in enumerate(value)]
+        return ImageRef(kind=VIDEO.name, frames=tuple(frames))
     if isinstance(value, bytes):
         return ImageRef(content=value, kind=kind.name)
     if isinstance(value, str):
         return ImageRef(check_text(location, value), kind=kind.name)
     if not isinstance(value, Mapping):
-        reason = f"{location} is {json_type_name(value)} where {kind.article} is meant"
-        raise BadRecord("wrong_type", reason)
+        raise wrong_type(location, value, kind.article)
     if kind == VIDEO and (value.get(FPS) is not None or any(name in value for name in SAMPLED)):
         return _parse_sampled(location, value)
     source_names = (*kind.sources, BASE64[-1])
@@ -139,13 +141,6 @@ def _parse(location: str, kind: MediaKind, value: Any) -> ImageRef:
     if name == "bytes" and isinstance(present[name], str):
         raise BadRecord("wrong_type", f"{location}.bytes is a string; write it as base64")
     return _parse(f"{location}.{name}", kind, present[name])
-
-
-def _parse_frames(location: str, value: list[Any]) -> ImageRef:
-    if not value:
-        raise BadRecord("empty", f"{location} has no frames")
-    frames = [_parse(f"{location}[{index}]", IMAGE, frame) for index, frame in enumerate(value)]
-    return ImageRef(kind=VIDEO.name, frames=tuple(frames))
 
 
 def _parse_sampled(location: str, value: Mapping[str, Any]) -> ImageRef:
@@ -173,13 +168,11 @@ def _parse_sampled(location: str, value: Mapping[str, Any]) -> ImageRef:
 def _count_placeholders(kind: MediaKind, message: Message) -> int:
     if message["role"] == "assistant":
         return 0
-    return sum(text.count(kind.placeholder) for text in _texts(message["content"]))
-
-
-def _texts(content: Any) -> list[str]:
+    content = message["content"]
     if isinstance(content, str):
-        return [content]
-    return [part["text"] for part in content or () if part["type"] == "text"]
+        return content.count(kind.placeholder)
+    texts = (part["text"] for part in content or () if part["type"] == "text")
+    return sum(text.count(kind.placeholder) for text in texts)
 
 
 def _fill_parts(kind: MediaKind, message: Message, ahead: Iterator[ImageRef]) -> Message:

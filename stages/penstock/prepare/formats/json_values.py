@@ -4,7 +4,7 @@ import json
 import math
 from typing import Any
 
-from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.bad_records import BadRecord, check_text, json_type_name, wrong_type
 
 MAX_DEPTH = 64
 """Maximum nesting depth, because chat templates traverse values recursively."""
@@ -32,7 +32,7 @@ def require_object(location: str, value: Any) -> Object:
     """Return `value`, which must be an object. Its members are not checked."""
     if isinstance(value, dict):
         return value
-    raise BadRecord("wrong_type", f"{location} is {json_type_name(value)} where an object is meant")
+    raise wrong_type(location, value, "an object")
 
 
 def parse_json_text(location: str, value: Any) -> Any:
@@ -69,9 +69,8 @@ def _check(location: Path, value: Any, levels: int) -> None:
         if not math.isfinite(value):
             raise BadRecord("bad_value", f"{_spell(location)} is {value}, which JSON does not have")
     elif value is not None:
-        raise BadRecord(
-            "wrong_type", f"{_spell(location)} is {json_type_name(value)}, which JSON does not have"
-        )
+        why = f"{_spell(location)} is {json_type_name(value)}, which JSON does not have"
+        raise BadRecord("wrong_type", why)
 
 
 def _check_members(location: Path, value: Object | list[Any], levels: int) -> None:

@@ -24,7 +24,14 @@ BAD = ("false", "0", "no", "bad", "undesirable", "rejected")
 
 def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> RatedCompletion:
     """Parse a rated completion. Raises BadRecord if it cannot be used."""
-    desirable = _require_label(settings.field_label, get_column(record, settings.field_label))
+    value = get_column(record, settings.field_label)
+    desirable = parse_kto_label(value)
+    if desirable is None:
+        is_scalar = isinstance(value, bool | int | float | str)
+        shown = f"{str(value)[:40]!r}" if is_scalar else json_type_name(value)
+        words = ", ".join(GOOD[1:] + BAD[1:])
+        why = f"{settings.field_label} is {shown}; write true or false ({words})"
+        raise BadRecord("bad_value", why)
     prompt, answer = _split_prompt(settings, record)
     return RatedCompletion(
         build_completion(settings, record, prompt, answer.require_answer()), desirable
@@ -37,20 +44,6 @@ def parse_kto_label(value: Any) -> bool | None:
     if label in GOOD or value == 1:
         return True
     return False if label in BAD or value == 0 else None
-
-
-def _require_label(name: str, value: Any) -> bool:
-    label = parse_kto_label(value)
-    if label is not None:
-        return label
-    shown = (
-        f"{str(value)[:40]!r}"
-        if isinstance(value, bool | int | float | str)
-        else json_type_name(value)
-    )
-    raise BadRecord(
-        "bad_value", f"{name} is {shown}; write true or false ({', '.join(GOOD[1:] + BAD[1:])})"
-    )
 
 
 def _split_prompt(

@@ -13,15 +13,21 @@ from typing import Any
 
 from penstock.prepare.bad_records import (
     BadRecord,
+    check_list,
     check_text,
     describe_value,
     get_optional_text,
-    json_type_name,
+    wrong_type,
 )
 from penstock.prepare.formats.content_parts import Parts, merge_parts
 from penstock.prepare.formats.conversation import REASONING, Conversation, Message
 from penstock.prepare.formats.images import place_media
-from penstock.prepare.formats.json_values import check_json, parse_json_text, to_json_text
+from penstock.prepare.formats.json_values import (
+    check_json,
+    parse_json_text,
+    require_object,
+    to_json_text,
+)
 from penstock.prepare.formats.message_keys import CALL, MessageKeys
 from penstock.prepare.formats.tool_calls import (
     parse_inline_calls,
@@ -89,26 +95,13 @@ def build_conversation(
         turns = [text_turn("system", first), *turns]
     messages, unplaced = place_media(record, [turn.message for turn in turns])
     ranges = {i: turn.ranges for i, turn in enumerate(turns) if turn.ranges is not None}
-    return Conversation(
-        messages,
-        _read_tools(settings, record),
-        tuple(
-            turn.weight if turn.message["role"] in settings.roles_to_train else 0.0
-            for turn in turns
-        ),
-        unplaced,
-        ranges=ranges,
-    )
-
-
-def _read_tools(
-    settings: DatasetSettings, record: Mapping[str, Any]
-) -> list[dict[str, Any]] | None:
-    """The tools in `field_tools`, or in `functions`, an older name of `tools`."""
-    name = settings.field_tools
-    if name == TOOLS and not record.get(name):
-        name = FUNCTIONS if FUNCTIONS in record else name
-    return parse_tools(name, record.get(name))
+    tools = settings.field_tools
+    if tools == TOOLS and not record.get(tools) and FUNCTIONS in record:
+        tools = FUNCTIONS  # an older name of it
+    trained_roles = settings.roles_to_train
+    weights = tuple(t.weight if t.message["role"] in trained_roles else 0.0 for t in turns)
+    tool_definitions = parse_tools(tools, record.get(tools))
+    return Conversation(messages, tool_definitions, weights, unplaced, ranges=ranges)
 
 
 def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str) -> str:
@@ -119,10 +112,12 @@ def get_text_or_default(record: Mapping[str, Any], name: str | None, usual: str)
 def parse_messages(location: str, value: Any, keys: MessageKeys) -> list[Turn]:
     """Parse a list of messages."""
     turns: list[Turn] = []
-    for index, entry in _list_entries(location, value):
+    for index, entry in enumerate(_list_entries(location, value)):
         turn = parse_message(f"{location}[{index}]", entry, keys)
         if keys.merges_calls and turns and _is_continuation(turns[-1], turn):
-            turns[-1] = _merge_calls(turns[-1], turn)
+            before = turns[-1].message
+            calls = [*before.get("tool_calls", ()), *turn.message["tool_calls"]]
+            turns[-1] = replace(turns[-1], message={**before, "tool_calls": calls})
         else:
             turns.append(turn)
     return turns
@@ -131,38 +126,32 @@ def parse_messages(location: str, value: Any, keys: MessageKeys) -> list[Turn]:
 _EXAMPLE = '[{"role": "user", "content": "…"}, …]'
 
 
-def _list_entries(location: str, value: Any) -> list[tuple[int, Any]]:
+def _list_entries(location: str, value: Any) -> list[Any]:
     is_blank = isinstance(value, str) and not value.strip()
     if isinstance(value, str) and not is_blank and value.lstrip()[0] not in "[{":
-        raise BadRecord(
-            "wrong_type",
-            f"{location} is text where a list of messages is meant, such as {_EXAMPLE}",
-        )
+        why = f"{location} is text where a list of messages is meant, such as {_EXAMPLE}"
+        raise BadRecord("wrong_type", why)
     entries = [] if is_blank else parse_json_text(location, value)
-    if not isinstance(entries, list):
-        raise BadRecord(
-            "wrong_type",
-            f"{location} is {json_type_name(entries)} where a list of messages is meant",
-        )
-    if not entries:
+    if not check_list(location, entries, "a list of messages"):
         raise BadRecord("empty", f"{location} is empty")
-    return list(enumerate(entries))
+    return entries
 
 
 def parse_message(location: str, value: Any, keys: MessageKeys) -> Turn:
     """Parse one message."""
     if plain := _parse_plain(location, value, keys):
         return plain
-    if not isinstance(value, dict):
-        raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(value)} where an object is meant"
-        )
+    value = require_object(location, value)
     role_key, content_key = keys.of(value)
     role = _parse_role(location, value, role_key, keys.roles)
     if role == CALL:
-        return _parse_call_message(location, value, content_key, keys)
+        content = _require_key(location, value, content_key)
+        calls = parse_inline_calls(f"{location}.{content_key}", content)
+        message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
+        message.update(_parse_other_fields(location, value, keys))
+        return Turn(message, *_trained_part(location, value, keys, "assistant", None))
     value = merge_parts(location, value, role, content_key)
-    message: Message = {"role": role, "content": None}
+    message = {"role": role, "content": None}
     calls = _parse_calls(location, value, role)
     if calls:
         message["tool_calls"] = calls
@@ -211,29 +200,20 @@ def text_turn(role: str, text: str) -> Turn:
     return Turn({"role": role, "content": text}, 1.0)
 
 
-def _normalize_role(name: str) -> str:
-    return name.strip().lower().replace("-", "_")
+def _require_key(location: str, value: Message, key: str) -> Any:
+    if key not in value:
+        raise BadRecord("missing_column", f"{location} has no {key}; it has {', '.join(value)}")
+    return value[key]
 
 
 def _parse_role(location: str, value: Message, key: str, roles: Mapping[str, str]) -> str:
-    if key not in value:
-        raise BadRecord("missing_column", f"{location} has no {key}; it has {', '.join(value)}")
-    name = check_text(f"{location}.{key}", value[key])
-    role = roles.get(name) or roles.get(_normalize_role(name))
+    name = check_text(f"{location}.{key}", _require_key(location, value, key))
+    role = roles.get(name) or roles.get(name.strip().lower().replace("-", "_"))
     if role:
         return role
     near = difflib.get_close_matches(name, list(roles), n=1)
     hint = f"; did you mean {near[0]!r}?" if near else f"; known are {', '.join(roles)}"
     raise BadRecord("bad_value", f"{location}.{key} is {name[:40]!r}{hint}")
-
-
-def _parse_call_message(location: str, value: Message, key: str, keys: MessageKeys) -> Turn:
-    if key not in value:
-        raise BadRecord("missing_column", f"{location} has no {key}; it has {', '.join(value)}")
-    calls = parse_inline_calls(f"{location}.{key}", value[key])
-    message: Message = {"role": "assistant", "content": None, "tool_calls": calls}
-    message.update(_parse_other_fields(location, value, keys))
-    return Turn(message, *_trained_part(location, value, keys, "assistant", None))
 
 
 def _is_continuation(before: Turn, turn: Turn) -> bool:
@@ -245,11 +225,6 @@ def _is_continuation(before: Turn, turn: Turn) -> bool:
         and before.weight == turn.weight
         and before.ranges == turn.ranges
     )
-
-
-def _merge_calls(before: Turn, turn: Turn) -> Turn:
-    calls = [*before.message.get("tool_calls", ()), *turn.message["tool_calls"]]
-    return replace(before, message={**before.message, "tool_calls": calls})
 
 
 def _parse_calls(location: str, value: Message, role: str) -> list[Message]:
@@ -277,11 +252,10 @@ def _parse_content(
         return content
     if content is None and may_lack:
         return None
-    if name not in value:
-        raise BadRecord("missing_column", f"{location} has no {name}; it has {', '.join(value)}")
+    _require_key(location, value, name)
     if role == "tool" and content is not None:
         return to_json_text(path, content)
-    raise BadRecord("wrong_type", f"{path} is {json_type_name(content)} where a string is meant")
+    raise wrong_type(path, content, "a string")
 
 
 def _parse_other_fields(location: str, value: Message, keys: MessageKeys) -> Message:
@@ -293,11 +267,8 @@ def _parse_other_fields(location: str, value: Message, keys: MessageKeys) -> Mes
             continue
         if name in OTHER_MEDIA:
             if entry:
-                raise BadRecord(
-                    "bad_value",
-                    f"{location} has {name}; only text can be trained on, and media that are parts "
-                    "of content",
-                )
+                why = f"{location} has {name}; only text can be trained on"
+                raise BadRecord("bad_value", f"{why}, and media that are parts of content")
             continue
         fields[name] = check_json(f"{location}.{name}", entry)
     notes = [name for name in REASONING if name in fields]
@@ -317,13 +288,14 @@ def parse_labels(location: str, value: Any, count: int, why: str) -> list[bool]:
     Raises BadRecord for another length and for entries other than 0 and 1.
     """
     if not isinstance(value, list) or len(value) != count:
+        shown = describe_value(value)
         raise BadRecord(
-            "bad_value",
-            f"{location} is {describe_value(value)} where a list of {count} is meant, {why}",
+            "bad_value", f"{location} is {shown} where a list of {count} is meant, {why}"
         )
     for index, label in enumerate(value):
         if not isinstance(label, int) or label not in (0, 1):
+            place = f"{location}[{index}]"
             raise BadRecord(
-                "bad_value", f"{location}[{index}] is {describe_value(label)} where 0 or 1 is meant"
+                "bad_value", f"{place} is {describe_value(label)} where 0 or 1 is meant"
             )
     return [bool(label) for label in value]

@@ -1,6 +1,6 @@
 """`text`: documents; all tokens are trained."""
 
-from penstock.prepare.bad_records import BadRecord, check_text, get_column, json_type_name
+from penstock.prepare.bad_records import BadRecord, check_text, get_column, wrong_type
 from penstock.prepare.formats.conversation import Record, Text
 from penstock.prepare.settings import DatasetSettings
 
@@ -14,8 +14,7 @@ def plain(settings: DatasetSettings, record: Record) -> Text:
     elif isinstance(value, str):
         check_text(name, value)
     else:
-        why = f"{name} is {json_type_name(value)} where a string or a list of strings is meant"
-        raise BadRecord("wrong_type", why)
+        raise wrong_type(name, value, "a string or a list of strings")
     if not value or value.isspace():
         raise BadRecord("empty", f"{name} is empty")
     return Text(value)

@@ -2,8 +2,11 @@
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from functools import cache
+from typing import Any
 
+from penstock.config.schema.data import why_not_a_template_variable
 from penstock.core.errors import PenstockError, StageError
 from penstock.core.extensions import FORMATS, describe_failure
 from penstock.prepare.bad_records import BadRecord, check_weight, get_column
@@ -12,9 +15,13 @@ from penstock.prepare.formats.conversation import (
     DatasetFormat,
     Parsed,
     Record,
+    map_conversations,
 )
-from penstock.prepare.formats.template_kwargs import with_template_kwargs
+from penstock.prepare.formats.json_values import check_object, parse_json_text
 from penstock.prepare.settings import DatasetSettings
+
+TEMPLATE_KWARGS = "chat_template_kwargs"
+"""Column with variables of the chat template for one record, as in TRL."""
 
 
 def parse_record(
@@ -27,8 +34,24 @@ def parse_record(
     if columns is not None:
         value = {name: get_column(value, name) for name in columns}
     if settings.part is None:
-        return with_template_kwargs(FORMATS.load(settings.type)(settings, value), value)
+        parsed: Parsed = FORMATS.load(settings.type)(settings, value)
+        kwargs = _parse_template_kwargs(value.get(TEMPLATE_KWARGS))
+        if not kwargs:
+            return parsed
+        return map_conversations(parsed, lambda part: replace(part, template_kwargs=kwargs))
     return _parse_with_package(settings, settings.part["package"], value)
+
+
+def _parse_template_kwargs(value: Any) -> dict[str, Any]:
+    """An object or its JSON text. Nulls are dropped: columnar files have them for absent fields."""
+    if value is None or value == "":
+        return {}
+    named = check_object(TEMPLATE_KWARGS, parse_json_text(TEMPLATE_KWARGS, value))
+    kwargs = {name: entry for name, entry in named.items() if entry is not None}
+    for name in kwargs:
+        if reason := why_not_a_template_variable(name):
+            raise BadRecord("bad_value", f"{TEMPLATE_KWARGS} has {name!r}, {reason}")
+    return kwargs
 
 
 def _parse_with_package(settings: DatasetSettings, package: str, value: Record) -> Parsed:

@@ -10,7 +10,7 @@ from penstock.prepare.bad_records import (
     check_text,
     describe_value,
     get_column,
-    json_type_name,
+    wrong_type,
 )
 from penstock.prepare.formats.conversation import Conversation, Message
 from penstock.prepare.formats.images import media_part, text_part
@@ -71,6 +71,5 @@ def _images_before(record: Mapping[str, Any], count: int) -> list[list[Message]]
 
 def _objects(name: str, value: Any) -> list[Message]:
     if not isinstance(value, list) or not all(isinstance(entry, dict) for entry in value):
-        kind = json_type_name(value)
-        raise BadRecord("wrong_type", f"{name} is {kind} where a list of objects is meant")
+        raise wrong_type(name, value, "a list of objects")
     return value

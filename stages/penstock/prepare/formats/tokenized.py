@@ -11,7 +11,13 @@ import numpy as np
 import numpy.typing as npt
 
 from penstock.config.schema.dataset import LOSS_WEIGHT_LIMITS
-from penstock.prepare.bad_records import BadRecord, check_weight, get_column, json_type_name
+from penstock.prepare.bad_records import (
+    BadRecord,
+    check_list,
+    check_weight,
+    get_column,
+    json_type_name,
+)
 from penstock.prepare.formats.conversation import Record, TokenizedSample, Tokens
 from penstock.prepare.settings import DatasetSettings
 from penstock.rows.schema import IGNORED, LOSS_WEIGHTS
@@ -79,9 +85,7 @@ def _attended(record: Record, count: int) -> tuple[int, int]:
 
 def _check_positions(positions: Tokens, count: int, start: int, stop: int) -> None:
     """Raise BadRecord for other positions than those of one sample."""
-    if len(positions) != count:
-        why = f"input_ids has {count} entries and position_ids {len(positions)}"
-        raise BadRecord("bad_value", why)
+    _require_length("position_ids", positions, count)
     steps = np.flatnonzero(np.diff(positions[start:stop]) != 1)
     if len(steps):
         position = start + int(steps[0]) + 1
@@ -92,11 +96,15 @@ def _check_positions(positions: Tokens, count: int, start: int, stop: int) -> No
         )
 
 
+def _require_length(name: str, value: Any, count: int) -> None:
+    size = len(value) if isinstance(value, list | np.ndarray) else json_type_name(value)
+    if size != count:
+        raise BadRecord("bad_value", f"input_ids has {count} entries and {name} {size}")
+
+
 def _parse_mask(record: Record, name: str, count: int) -> npt.NDArray[np.bool_]:
     value = record[name]
-    if not isinstance(value, list | np.ndarray) or len(value) != count:
-        size = len(value) if isinstance(value, list | np.ndarray) else json_type_name(value)
-        raise BadRecord("bad_value", f"input_ids has {count} entries and {name} {size}")
+    _require_length(name, value, count)
     entries = list(value)
     if entries.count(0) + entries.count(1) < count:
         index, entry = next((i, e) for i, e in enumerate(entries) if e not in (0, 1))
@@ -111,9 +119,7 @@ def _parse_weights(record: Record, count: int) -> npt.NDArray[np.float32] | None
     value = record.get(name)
     if value is None:
         return None
-    if not isinstance(value, list | np.ndarray) or len(value) != count:
-        size = len(value) if isinstance(value, list | np.ndarray) else json_type_name(value)
-        raise BadRecord("bad_value", f"input_ids has {count} entries and {name} {size}")
+    _require_length(name, value, count)
     smallest, largest = LOSS_WEIGHT_LIMITS
     try:
         array = np.array(value if {*map(type, value)} <= NUMBERS else [], dtype=np.float64)
@@ -128,23 +134,15 @@ def _parse_weights(record: Record, count: int) -> npt.NDArray[np.float32] | None
 
 def _parse_ids(record: Mapping[str, Any], name: str) -> Tokens:
     value = get_column(record, name)
-    if isinstance(value, np.ndarray):
-        return _check_array(name, value)
-    if not isinstance(value, list):
-        raise BadRecord(
-            "wrong_type", f"{name} is {json_type_name(value)} where a list of numbers is meant"
-        )
-    if set(map(type, value)) - {int}:
-        index, entry = next((i, e) for i, e in enumerate(value) if type(e) is not int)
-        raise BadRecord(
-            "wrong_type", f"{name}[{index}] is {json_type_name(entry)}, not a whole number"
-        )
-    if value and not (_INT32.min <= min(value) and max(value) <= _INT32.max):
+    if isinstance(value, np.ndarray):  # of the Megatron reader, whose numbers are whole
+        bounds = (value.min(), value.max()) if len(value) else (0, 0)
+    else:
+        check_list(name, value, "a list of numbers")
+        if set(map(type, value)) - {int}:
+            index, entry = next((i, e) for i, e in enumerate(value) if type(e) is not int)
+            why = f"{name}[{index}] is {json_type_name(entry)}, not a whole number"
+            raise BadRecord("wrong_type", why)
+        bounds = (min(value), max(value)) if value else (0, 0)
+    if not (_INT32.min <= bounds[0] and bounds[1] <= _INT32.max):
         raise BadRecord("bad_value", f"{name} holds a number of over 32 bits")
     return np.array(value, dtype=np.int32)
-
-
-def _check_array(name: str, value: npt.NDArray[np.integer]) -> Tokens:
-    if len(value) and not (_INT32.min <= value.min() and value.max() <= _INT32.max):
-        raise BadRecord("bad_value", f"{name} holds a number of over 32 bits")
-    return value.astype(np.int32)

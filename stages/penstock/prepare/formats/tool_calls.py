@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
-from penstock.prepare.bad_records import BadRecord, check_text, json_type_name
+from penstock.prepare.bad_records import BadRecord, check_list, check_text, wrong_type
 from penstock.prepare.formats.json_values import (
     Object,
     check_json,
@@ -39,29 +39,20 @@ def _iter_tools(location: str, value: Any) -> Iterator[Object]:
             yield from _iter_tools(path, check_object(path, parse_json_text(path, entry)))
         return
     if not isinstance(value, dict):
-        raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(value)} where a list of tools is meant"
-        )
+        raise wrong_type(location, value, "a list of tools")
     lists = [name for name in TOOL_LISTS if isinstance(value.get(name), list)]
     if not lists:
         yield _parse_tool(location, value)
     elif len(value) > 1:
-        raise BadRecord("bad_value", f"{location} has {lists[0]} beside {_others(value, lists[0])}")
+        others = ", ".join(name for name in value if name != lists[0])
+        raise BadRecord("bad_value", f"{location} has {lists[0]} beside {others}")
     else:
         yield from _iter_tools(f"{location}.{lists[0]}", value[lists[0]])
 
 
-def _others(value: Object, name: str) -> str:
-    return ", ".join(other_name for other_name in value if other_name != name)
-
-
 def parse_tool_calls(location: str, value: Any) -> list[Object]:
     """Parse a list of tool calls, possibly as JSON text."""
-    calls = parse_json_text(location, value)
-    if not isinstance(calls, list):
-        raise BadRecord(
-            "wrong_type", f"{location} is {json_type_name(calls)} where a list of calls is meant"
-        )
+    calls = check_list(location, parse_json_text(location, value), "a list of calls")
     return [_parse_call(f"{location}[{index}]", entry) for index, entry in enumerate(calls)]
 
 
@@ -75,17 +66,16 @@ def parse_inline_calls(location: str, value: Any) -> list[Object]:
 
 def parse_tool_call(location: str, value: Any) -> Object:
     """Build a tool call from a function's name and arguments."""
-    return _build_call(location, check_object(location, value))
-
-
-def _build_call(location: str, entry: Object) -> Object:
-    return {"type": "function", "function": _parse_function(location, entry)}
+    return {
+        "type": "function",
+        "function": _parse_function(location, check_object(location, value)),
+    }
 
 
 def _parse_call(location: str, value: Any) -> Object:
     entry = check_object(location, value)
     if entry.get("function") is None:
-        return _build_call(location, entry)
+        return {"type": "function", "function": _parse_function(location, entry)}
     _require_function_type(location, entry)
     fields = {name: part for name, part in entry.items() if part is not None}
     fields["type"] = "function"
@@ -98,16 +88,14 @@ def _parse_function(location: str, value: Any) -> Object:
     entry = require_object(location, value)
     fields = {name: part for name, part in entry.items() if part is not None}
     fields["name"] = _parse_name(location, entry)
-    fields["arguments"] = _parse_arguments(f"{location}.arguments", entry.get("arguments"))
+    path, arguments = f"{location}.arguments", entry.get("arguments")
+    if arguments is None or arguments == "":
+        fields["arguments"] = {}
+    elif isinstance(arguments, str):
+        fields["arguments"] = check_object(path, parse_json_text(path, arguments))
+    else:
+        fields["arguments"] = require_object(path, arguments)
     return fields
-
-
-def _parse_arguments(location: str, value: Any) -> Object:
-    if value is None or value == "":
-        return {}
-    if isinstance(value, str):
-        return check_object(location, parse_json_text(location, value))
-    return require_object(location, value)
 
 
 def _parse_tool(location: str, value: Any) -> Object:

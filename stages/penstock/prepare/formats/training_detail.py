@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import Any
 
-from penstock.prepare.bad_records import BadRecord, describe_value, json_type_name
+from penstock.prepare.bad_records import BadRecord, check_list, describe_value, wrong_type
 from penstock.prepare.formats.json_values import parse_json_text
 from penstock.prepare.formats.training_flags import Flag, parse_flag
 
@@ -28,20 +28,14 @@ def trained_ranges(
     its role is trained. An empty list excludes the message, unless a flag trains it; a list without
     a trained entry leaves the end of its turn, as in axolotl. Raises BadRecord.
     """
-    entries = parse_json_text(location, value)
-    if not isinstance(entries, list):
-        kind = json_type_name(entries)
-        raise BadRecord(
-            "wrong_type", f"{location} is {kind} where a list of entries with {MEANT} is meant"
-        )
+    meant = f"a list of entries with {MEANT}"
+    entries = check_list(location, parse_json_text(location, value), meant)
     if not entries:
         return (weight if is_flagged else 0.0), None
     if not isinstance(content, str) or not content.strip():
         reason = "blank" if isinstance(content, str) else "not text"
-        raise BadRecord(
-            "bad_value",
-            f"{location} is about characters of a content that is {reason}; leave it out",
-        )
+        why = f"{location} is about characters of a content that is {reason}; leave it out"
+        raise BadRecord("bad_value", why)
     ranges = _parse_entries(location, entries, len(content))
     if ranges and not weight:
         why = "a key beside it excludes the message" if is_role else "roles_to_train lacks its role"
@@ -54,8 +48,7 @@ def _parse_entries(location: str, entries: Sequence[Any], length: int) -> Ranges
     for index, entry in enumerate(entries):
         path = f"{location}[{index}]"
         if not isinstance(entry, dict):
-            kind = json_type_name(entry)
-            raise BadRecord("wrong_type", f"{path} is {kind} where an object with {MEANT} is meant")
+            raise wrong_type(path, entry, f"an object with {MEANT}")
         begin, end = (_parse_offset(path, entry, name) for name in (BEGIN, END))
         if not begin <= end < length:
             raise BadRecord(
@@ -72,9 +65,8 @@ def _parse_entries(location: str, entries: Sequence[Any], length: int) -> Ranges
     entries_by_start.sort()
     for (_, stop, _, number), (start, _, _, next_number) in pairwise(entries_by_start):
         if start < stop:
-            raise BadRecord(
-                "bad_value", f"{location}[{number}] and [{next_number}] overlap at {start}"
-            )
+            why = f"{location}[{number}] and [{next_number}] overlap at {start}"
+            raise BadRecord("bad_value", why)
     joined: list[tuple[int, int]] = []
     for start, stop, trains, _ in entries_by_start:
         if trains and joined and joined[-1][1] == start:
@@ -91,9 +83,8 @@ def _parse_offset(location: str, entry: Mapping[str, Any], name: str) -> int:
     if isinstance(value, bool) or not (isinstance(value, int) or is_whole):
         if value is None:
             raise BadRecord("missing_column", f"{location} has no {name}")
-        raise BadRecord(
-            "wrong_type", f"{location}.{name} is {describe_value(value)}, not a whole number"
-        )
+        why = f"{location}.{name} is {describe_value(value)}, not a whole number"
+        raise BadRecord("wrong_type", why)
     if value < 0:
         raise BadRecord("bad_value", f"{location}.{name} is {value}; offsets count from 0")
     return int(value)

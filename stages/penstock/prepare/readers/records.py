@@ -13,7 +13,7 @@ import numpy as np
 import pyarrow as pa
 
 from penstock.media.reference import Folder
-from penstock.prepare.bad_records import BadRecord, json_type_name
+from penstock.prepare.bad_records import BadRecord, wrong_type
 from penstock.rows.arrow import to_arrow
 
 BATCH = 1000
@@ -115,6 +115,4 @@ def as_object(value: Any) -> Value:
     first = value[0] if isinstance(value, list) and value else None
     if isinstance(first, dict) and ("role" in first or "from" in first):
         return {"messages" if "role" in first else "conversations": value}
-    return BadRecord(
-        "wrong_type", f"the record is {json_type_name(value)} where an object is meant"
-    )
+    return wrong_type("the record", value, "an object")

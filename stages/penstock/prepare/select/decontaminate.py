@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 import pyarrow as pa
 
-from penstock.prepare.select.ngrams import Hashes, NGrams, TokenLists, iter_samples, ngram_hashes
+from penstock.prepare.select.ngrams import Hashes, NGrams, iter_samples, ngram_hashes
 
 CLEAN = -1
 
@@ -33,14 +33,13 @@ def count_short_ngrams(batches: Iterable[pa.RecordBatch], length: int) -> Hashes
     """Short n-grams (half the length) of one slice and the number of samples with each, shape
     [2, n-grams], sorted by hash."""
     slice_hashes = [np.empty(0, dtype=np.uint64)]
-    for batch in batches:
-        for samples in iter_samples(batch):
-            runs = ngram_hashes(samples, half_ngram(length))
-            order = np.lexsort((runs.samples, runs.hashes))
-            hashes, of = runs.hashes[order], runs.samples[order]
-            first = np.ones(len(hashes), dtype=bool)
-            first[1:] = (hashes[1:] != hashes[:-1]) | (of[1:] != of[:-1])
-            slice_hashes.append(hashes[first])
+    for samples in iter_samples(batches):
+        runs = ngram_hashes(samples, half_ngram(length))
+        order = np.lexsort((runs.samples, runs.hashes))
+        hashes, of = runs.hashes[order], runs.samples[order]
+        first = np.ones(len(hashes), dtype=bool)
+        first[1:] = (hashes[1:] != hashes[:-1]) | (of[1:] != of[:-1])
+        slice_hashes.append(hashes[first])
     unique, counts = np.unique(np.concatenate(slice_hashes), return_counts=True)
     return np.stack([unique, counts.astype(np.uint64)])
 
@@ -58,13 +57,16 @@ def ngrams_excluding_common(
 ) -> Hashes:
     """The n-grams of one slice that do not overlap a common short n-gram, sorted."""
     hashes = [np.empty(0, dtype=np.uint64)]
-    for batch in batches:
-        for samples in iter_samples(batch):
-            runs = ngram_hashes(samples, length)
-            covered = np.concatenate(
-                [[0], np.cumsum(_mask_common(samples, half_ngram(length), common))]
-            )
-            hashes.append(runs.hashes[covered[runs.starts + length] == covered[runs.starts]])
+    for samples in iter_samples(batches):
+        runs = ngram_hashes(samples, length)
+        # Number of tokens in a common n-gram before each token.
+        shorter = ngram_hashes(samples, half_ngram(length))
+        starts = shorter.starts[np.isin(shorter.hashes, common)]
+        steps = np.zeros(len(samples.values) + 1, dtype=np.int64)
+        np.add.at(steps, starts, 1)
+        np.add.at(steps, starts + half_ngram(length), -1)
+        covered = np.concatenate([[0], np.cumsum(np.cumsum(steps)[:-1] > 0)])
+        hashes.append(runs.hashes[covered[runs.starts + length] == covered[runs.starts]])
     return np.unique(np.concatenate(hashes))
 
 
@@ -84,13 +86,12 @@ class ContaminationIndex:
     def match(self, batches: Iterable[pa.RecordBatch], length: int) -> npt.NDArray[np.int16]:
         """For every sample, the data set with which it shares an n-gram, or CLEAN."""
         parts = [np.empty(0, dtype=np.int16)]
-        for batch in batches:
-            for samples in iter_samples(batch):
-                matches = np.full(len(samples), CLEAN, dtype=np.int16)
-                is_known, positions = self._lookup(ngram_hashes(samples, length))
-                # Reversed, so that the first match of a sample is written last.
-                matches[is_known[::-1]] = self._datasets[positions[::-1]]
-                parts.append(matches)
+        for samples in iter_samples(batches):
+            matches = np.full(len(samples), CLEAN, dtype=np.int16)
+            matched_samples, positions = self._lookup(ngram_hashes(samples, length))
+            # Reversed, so that the first match of a sample is written last.
+            matches[matched_samples[::-1]] = self._datasets[positions[::-1]]
+            parts.append(matches)
         return np.concatenate(parts)
 
     def _lookup(self, runs: NGrams) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
@@ -101,12 +102,3 @@ class ContaminationIndex:
         positions = np.minimum(positions, max(0, len(self._hashes) - 1))
         is_known = self._hashes[positions] == hashes if len(hashes) else likely[:0]
         return of[is_known], positions[is_known]
-
-
-def _mask_common(samples: TokenLists, length: int, common: Hashes) -> npt.NDArray[np.bool_]:
-    runs = ngram_hashes(samples, length)
-    starts = runs.starts[np.isin(runs.hashes, common)]
-    steps = np.zeros(len(samples.values) + 1, dtype=np.int64)
-    np.add.at(steps, starts, 1)
-    np.add.at(steps, starts + length, -1)
-    return np.cumsum(steps)[:-1] > 0

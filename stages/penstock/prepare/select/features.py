@@ -55,32 +55,32 @@ class Features:
 
     def counts(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
         """Tokens, trained tokens and length of the samples of each slice, [3, samples]."""
-        return self._load_or_compute(entries, "counts", None, _of_batches(_count_tokens))
+        return self._load_or_compute(
+            entries, "counts", None, lambda path: _count_tokens(_iter_batches(path))
+        )
 
     def digests(self, entries: Sequence[TokenizedSlice]) -> list[Array]:
         """Token digests of the samples of each slice, [2, samples]."""
-        return self._load_or_compute(entries, "tokens", None, _of_batches(token_digests))
+        return self._load_or_compute(
+            entries, "tokens", None, lambda path: token_digests(_iter_batches(path))
+        )
 
     def bands(self, entries: Sequence[TokenizedSlice], threshold: float) -> list[Array]:
         """LSH bands of the samples of each slice, [bands, samples]."""
         rows = rows_per_band(threshold)
         return self._load_or_compute(
-            entries,
-            "near",
-            [SHINGLE, rows],
-            _of_batches(lambda batches: lsh_bands(batches, rows)),
+            entries, "near", [SHINGLE, rows], lambda path: lsh_bands(_iter_batches(path), rows)
         )
 
     def groups(self, entries: Sequence[TokenizedSlice], column: str) -> list[Array]:
         """Hashes of the column's values of the samples of each slice, [samples]. Raises StageError
         for a record without a value."""
         items = {path: item for item, path, _ in entries}
-        return self._load_or_compute(
-            entries,
-            "groups",
-            column,
-            lambda path: column_hashes(items[path], path, column, self.token),
-        )
+
+        def compute(path: Path) -> Array:
+            return column_hashes(items[path], path, column, self.token)
+
+        return self._load_or_compute(entries, "groups", column, compute)
 
     def contaminated(
         self, entries: Sequence[TokenizedSlice], avoid: Sequence[TokenizedSlice], length: int
@@ -91,7 +91,7 @@ class Features:
             avoid,
             "halves",
             length,
-            _of_batches(lambda batches: count_short_ngrams(batches, length)),
+            lambda path: count_short_ngrams(_iter_batches(path), length),
             "run",
         )
         common = common_ngrams(halves, sum(tally.rows for _, _, tally in avoid))
@@ -100,17 +100,14 @@ class Features:
             avoid,
             "runs",
             parameters,
-            _of_batches(lambda batches: ngrams_excluding_common(batches, length, common)),
+            lambda path: ngrams_excluding_common(_iter_batches(path), length, common),
             "run",
         )
         datasets = [item.dataset for item, _, _ in avoid]
-        avoided = ContaminationIndex(list(zip(datasets, runs, strict=True)))
+        index = ContaminationIndex(list(zip(datasets, runs, strict=True)))
         parameters = [*parameters, [(item.dataset, item.content) for item, _, _ in avoid]]
         return self._load_or_compute(
-            entries,
-            "clean",
-            parameters,
-            _of_batches(lambda batches: avoided.match(batches, length)),
+            entries, "clean", parameters, lambda path: index.match(_iter_batches(path), length)
         )
 
     def _load_or_compute(
@@ -138,13 +135,6 @@ class Features:
         return [cached[path] for _, path, _ in entries]
 
 
-def _of_batches(
-    compute: Callable[[Iterable[pa.RecordBatch]], Array],
-) -> Callable[[Path], Array]:
-    """`compute` for the record batches of a slice's file."""
-    return lambda path: compute(_iter_batches(path))
-
-
 def _publish(values: Array, target: Path) -> None:
     # Several processes may write the same feature at the same time.
     part = target.with_name(f"{target.name}.{uuid4().hex}{PART}")
@@ -161,16 +151,14 @@ def _publish(values: Array, target: Path) -> None:
 
 
 def _read(path: Path) -> Array | None:
-    """Memory-map a feature; None if the file is missing or damaged.
-
-    NumPy ignores the digest after the values. Files without a digest count as damaged.
-    """
+    """Memory-map a feature; None if the file is missing or damaged, or has no digest."""
     try:
         with path.open("rb") as stream:
             content = mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ)
         with content, memoryview(content) as view, view[:-DIGEST_BYTES] as values:
             if hashlib.sha256(values).digest() != bytes(view[-DIGEST_BYTES:]):
                 return None
+        # NumPy ignores the digest after the values.
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None
@@ -185,17 +173,15 @@ def _iter_batches(path: Path) -> Iterator[pa.RecordBatch]:
 
 
 def _count_tokens(batches: Iterable[pa.RecordBatch]) -> Array:
-    parts = [np.empty((3, 0), dtype=np.int32), *(_count_batch(batch) for batch in batches)]
+    parts = [np.empty((3, 0), dtype=np.int32)]
+    for batch in batches:
+        counts = np.zeros((3, batch.num_rows), dtype=np.int32)
+        for name in batch.schema.names:
+            if name.endswith("labels"):
+                labels, offsets = flat(batch.column(name))
+                sizes = np.diff(offsets)
+                counts[TOKENS] += sizes
+                counts[TRAINED] += trained_tokens(labels, offsets)
+                counts[LONGEST] = np.maximum(counts[LONGEST], sizes)
+        parts.append(counts)
     return np.concatenate(parts, axis=1)
-
-
-def _count_batch(batch: pa.RecordBatch) -> Array:
-    counts = np.zeros((3, batch.num_rows), dtype=np.int32)
-    for name in batch.schema.names:
-        if name.endswith("labels"):
-            labels, offsets = flat(batch.column(name))
-            sizes = np.diff(offsets)
-            counts[TOKENS] += sizes
-            counts[TRAINED] += trained_tokens(labels, offsets)
-            counts[LONGEST] = np.maximum(counts[LONGEST], sizes)
-    return counts

@@ -42,10 +42,6 @@ class FilterState:
         """Indices of the slices of a role, in order."""
         return [index for index, (item, *_) in enumerate(self.finished) if item.role == role]
 
-    def slices_at(self, slices: Sequence[int]) -> list[TokenizedSlice]:
-        """The slices with these indices."""
-        return [self.finished[index] for index in slices]
-
     def drop(self, slice_index: int, rows: Indices, reason: DropReason) -> list[int]:
         """Drop samples of a slice. Returns those to report with `add_example`."""
         self.keep_masks[slice_index][rows] = False
@@ -68,9 +64,7 @@ class SamplePool:
     def __init__(self, choice: FilterState, slice_indices: Sequence[int]) -> None:
         """Numbers the samples that are kept now; samples dropped later keep their numbers."""
         self._state, self._slices = choice, slice_indices
-        self._rows = [
-            np.flatnonzero(choice.keep_masks[slice_index]) for slice_index in slice_indices
-        ]
+        self._rows = [np.flatnonzero(choice.keep_masks[index]) for index in slice_indices]
         self._starts = np.cumsum([0, *map(len, self._rows)], dtype=np.int64)
         self._open = lru_cache(64)(_map_with_starts)
         self.shingles = lru_cache(SHINGLE_CACHE_SIZE)(self._shingles)
@@ -112,7 +106,7 @@ class SamplePool:
         slice_index, row = self._locate(sample)
         batches, starts = self._open(self._state.finished[slice_index][1])
         number = int(np.searchsorted(starts, row, side="right")) - 1
-        [sample_ids] = iter_samples(batches[number].slice(row - int(starts[number]), 1))
+        [sample_ids] = iter_samples([batches[number].slice(row - int(starts[number]), 1)])
         return compute_shingles(sample_ids)
 
 

@@ -8,7 +8,7 @@ similarity is then computed, so there are no false positives.
 """
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from itertools import pairwise
 
 import numpy as np
@@ -59,11 +59,7 @@ def rows_per_band(threshold: float) -> int:
 
 def lsh_bands(batches: Iterable[pa.RecordBatch], rows: int) -> Bands:
     """Hash of each band of each sample, shape [PERMUTATIONS // rows, samples]."""
-    parts = [
-        _hash_bands(_minhash_signatures(samples), rows)
-        for batch in batches
-        for samples in iter_samples(batch)
-    ]
+    parts = [_hash_bands(_minhash_signatures(samples), rows) for samples in iter_samples(batches)]
     return np.concatenate([np.empty((PERMUTATIONS // rows, 0), dtype=np.uint32), *parts], axis=1)
 
 
@@ -99,33 +95,18 @@ def near_duplicates(
     for low, high in pairwise(bounds):
         sample, sample_buckets = int(members[low]), buckets[low:high].tolist()
         if sample >= num_fixed:
-            duplicate = _find_near_duplicate(
-                sample, _candidates(sample_buckets, kept_in), shingles, threshold
-            )
-            if duplicate is not None:
-                repeated[sample] = duplicate
+            shared = Counter(kept for bucket in sample_buckets for kept in kept_in.get(bucket, ()))
+            own = shingles(sample) if shared else np.empty(0, np.uint64)
+            likely = (candidate for candidate, _ in shared.most_common(MAX_CANDIDATES))
+            near = next((c for c in likely if jaccard(own, shingles(c)) >= threshold), None)
+            if near is not None:
+                repeated[sample] = near
                 continue
         for bucket in sample_buckets:
             bucket_samples = kept_in.setdefault(bucket, [])
             if len(bucket_samples) < MAX_PER_BUCKET:
                 bucket_samples.append(sample)
     return repeated
-
-
-def _candidates(buckets: Sequence[int], kept_in: dict[int, list[int]]) -> list[int]:
-    shared: Counter[int] = Counter()
-    for bucket in buckets:
-        shared.update(kept_in.get(bucket, ()))
-    return [sample for sample, _ in shared.most_common(MAX_CANDIDATES)]
-
-
-def _find_near_duplicate(
-    sample: int, candidates: list[int], shingles: Callable[[int], Hashes], threshold: float
-) -> int | None:
-    if not candidates:
-        return None
-    sample_shingles = shingles(sample)
-    return next((c for c in candidates if jaccard(sample_shingles, shingles(c)) >= threshold), None)
 
 
 def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
@@ -169,12 +150,7 @@ def _hash_bands(signatures: npt.NDArray[np.uint32], rows: int) -> Bands:
     return (total >> np.uint64(32)).astype(np.uint32)
 
 
-def _build_permutations() -> npt.NDArray[np.uint32]:
-    """(factor, term) of affine bijections of 32-bit integers; the factors are odd."""
-    drawn = splitmix64(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).astype(np.uint32)
-    pairs = drawn.reshape(PERMUTATIONS, 2)
-    pairs[:, 0] |= 1
-    return pairs
-
-
-_PERMUTATIONS = _build_permutations()
+_PERMUTATIONS = splitmix64(np.arange(1, 2 * PERMUTATIONS + 1, dtype=np.uint64)).astype(np.uint32)
+_PERMUTATIONS = _PERMUTATIONS.reshape(PERMUTATIONS, 2)
+_PERMUTATIONS[:, 0] |= 1
+"""(factor, term) of affine bijections of 32-bit integers, whose factors are odd."""

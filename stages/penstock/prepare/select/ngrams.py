@@ -4,7 +4,7 @@ An n-gram is identified by a 64-bit polynomial rolling hash of its tokens; two d
 collide with probability of about 2**-64.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from hashlib import blake2b
 from itertools import pairwise
@@ -31,9 +31,8 @@ _BASE_INVERSE = pow(_BASE, -1, 1 << 64)
 @dataclass(frozen=True)
 class TokenLists:
     """Tokens of consecutive samples; list k, `values[offsets[k]:offsets[k + 1]]`, belongs to sample
-    `k // lists_per_sample`, counted from `first`."""
+    `k // lists_per_sample`."""
 
-    first: int
     values: Tokens
     offsets: Tokens
     lists_per_sample: int
@@ -42,17 +41,17 @@ class TokenLists:
         return (len(self.offsets) - 1) // self.lists_per_sample
 
 
-def iter_samples(batch: pa.RecordBatch, first: int = 0) -> Iterator[TokenLists]:
-    """Yield the samples of a prepared record batch of any kind, in chunks."""
-    names = [name for name in batch.schema.names if name.endswith("input_ids")]
-    sizes = sum(np.diff(flat(batch.column(name))[1]).astype(np.int64) for name in names)
-    pieces = np.cumsum(sizes) // CHUNK_TOKENS + np.arange(batch.num_rows) // CHUNK_SAMPLES
-    cuts = np.flatnonzero(np.diff(pieces)) + 1
-    for low, high in pairwise([0, *cuts.tolist(), batch.num_rows]):
-        if low < high:
-            columns = [batch.column(name).slice(low, high - low) for name in names]
-            values, offsets = _interleave(columns)
-            yield TokenLists(first + low, values, offsets, len(columns))
+def iter_samples(batches: Iterable[pa.RecordBatch]) -> Iterator[TokenLists]:
+    """Yield the samples of prepared record batches of any kind, in chunks."""
+    for batch in batches:
+        names = [name for name in batch.schema.names if name.endswith("input_ids")]
+        sizes = sum(np.diff(flat(batch.column(name))[1]).astype(np.int64) for name in names)
+        pieces = np.cumsum(sizes) // CHUNK_TOKENS + np.arange(batch.num_rows) // CHUNK_SAMPLES
+        cuts = np.flatnonzero(np.diff(pieces)) + 1
+        for low, high in pairwise([0, *cuts.tolist(), batch.num_rows]):
+            if low < high:
+                columns = [batch.column(name).slice(low, high - low) for name in names]
+                yield TokenLists(*_interleave(columns), len(columns))
 
 
 class NGrams(NamedTuple):
@@ -115,10 +114,9 @@ def _powers(base: int, count: int) -> Hashes:
 
 def _interleave(columns: list[pa.ListArray]) -> tuple[Tokens, Tokens]:
     """Interleave list columns into one, so that the lists of a sample are adjacent."""
-    if len(columns) == 1:
-        lists = columns[0]
-    else:
-        count = len(columns[0])
+    lists = columns[0]
+    if len(columns) > 1:
+        count = len(lists)
         order = np.arange(len(columns) * count).reshape(len(columns), count).T.ravel()
         lists = pa.concat_arrays(columns).take(to_arrow(order))
     values, offsets = flat(lists)

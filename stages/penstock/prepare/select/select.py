@@ -88,25 +88,18 @@ def select(
 def _count_validation_in_train(
     finished: Sequence[TokenizedSlice], parts: Sequence[SplitMasks], features: Features
 ) -> int:
-    if not any(
-        count_kept(part.validation, tally.rows)
-        for (_, _, tally), part in zip(finished, parts, strict=True)
-    ):
+    pairs = list(zip(finished, parts, strict=True))
+    if not any(count_kept(part.validation, entry[2].rows) for entry, part in pairs):
         return 0
-    used = [index for index, (item, *_) in enumerate(finished) if item.role != "avoid"]
-    digests = features.digests([finished[slice_index] for slice_index in used])
-    train = _concat_masked(digests, [parts[slice_index].train for slice_index in used])
-    validation = _concat_masked(digests, [parts[slice_index].validation for slice_index in used])
-    return int(np.isin(validation, train).sum())
-
-
-def _concat_masked(digests: Sequence[Hashes], masks: Sequence[Mask | None]) -> Hashes:
-    """The first 64 bits of the digests of the samples in the masks."""
-    parts = [
-        digest[0] if mask is None else digest[0][mask]
-        for digest, mask in zip(digests, masks, strict=True)
-    ]
-    return np.concatenate([np.empty(0, dtype=np.uint64), *parts])
+    used = [(entry, part) for entry, part in pairs if entry[0].role != "avoid"]
+    # The first 64 bits of each digest.
+    digests = [digest[0] for digest in features.digests([entry for entry, _ in used])]
+    nothing = np.empty(0, dtype=np.uint64)
+    train, validation = [nothing], [nothing]
+    for digest, (_, part) in zip(digests, used, strict=True):
+        train.append(digest if part.train is None else digest[part.train])
+        validation.append(digest if part.validation is None else digest[part.validation])
+    return int(np.isin(np.concatenate(validation), np.concatenate(train)).sum())
 
 
 def count_kept(mask: Mask | None, rows: int) -> int:
@@ -156,21 +149,19 @@ def _apply_max_samples(state: FilterState, settings: PrepareSettings) -> None:
             first = max(0, limit - used[item.dataset])
             used[item.dataset] += tally.rows
             for row in state.drop(slice_index, np.arange(first, tally.rows), "max_samples"):
-                state.add_example(
-                    slice_index, row, "max_samples", f"{limit} samples come before it"
-                )
+                why = f"{limit} samples come before it"
+                state.add_example(slice_index, row, "max_samples", why)
 
 
 def _drop_contaminated(state: FilterState, settings: PrepareSettings, features: Features) -> None:
-    avoid, slice_indices = (
-        state.slices_at(state.slice_indices("avoid")),
-        state.slice_indices("train"),
-    )
+    avoid = [state.finished[index] for index in state.slice_indices("avoid")]
+    slice_indices = state.slice_indices("train")
     if not avoid:
         return
     labels = {item.dataset: item.label for item, _, _ in avoid}
     length = settings.decontaminate_ngram
-    flags = features.contaminated(state.slices_at(slice_indices), avoid, length)
+    entries = [state.finished[index] for index in slice_indices]
+    flags = features.contaminated(entries, avoid, length)
     for slice_index, flag in zip(slice_indices, flags, strict=True):
         rows = np.flatnonzero(state.keep_masks[slice_index] & (flag != CLEAN))
         for row in state.drop(slice_index, rows, "contaminated"):
@@ -179,8 +170,8 @@ def _drop_contaminated(state: FilterState, settings: PrepareSettings, features: 
 
 
 def _drop_exact_duplicates(state: FilterState, features: Features) -> None:
-    pool, slice_indices, num_fixed = _build_pool(state)
-    first = exact_duplicates(pool.gather(features.digests(state.slices_at(slice_indices))))
+    pool, entries, num_fixed = _build_pool(state)
+    first = exact_duplicates(pool.gather(features.digests(entries)))
     repeated = np.flatnonzero(first[num_fixed:] >= 0) + num_fixed
     for sample in pool.drop(repeated, "exact_duplicate"):
         why = f"it has the same tokens as {pool.describe(int(first[sample]))}"
@@ -190,9 +181,9 @@ def _drop_exact_duplicates(state: FilterState, features: Features) -> None:
 def _drop_near_duplicates(
     state: FilterState, settings: PrepareSettings, features: Features
 ) -> None:
-    pool, slice_indices, num_fixed = _build_pool(state)
+    pool, entries, num_fixed = _build_pool(state)
     threshold = settings.near_duplicate_threshold
-    bands = features.bands(state.slices_at(slice_indices), threshold)
+    bands = features.bands(entries, threshold)
     agreeing = (
         pool.gather([signatures[band] for signatures in bands]) for band in range(len(bands[0]))
     )
@@ -205,13 +196,14 @@ def _drop_near_duplicates(
         pool.add_example(sample, "near_duplicate", why)
 
 
-def _build_pool(state: FilterState) -> tuple[SamplePool, list[int], int]:
+def _build_pool(state: FilterState) -> tuple[SamplePool, list[TokenizedSlice], int]:
     """(pool of the kept samples, validation sources first; its slices; number of samples that are
     never dropped)."""
     fixed = state.slice_indices("validation")
     slice_indices = [*fixed, *state.slice_indices("train")]
     pool = SamplePool(state, slice_indices)
-    return pool, slice_indices, pool.num_samples_in(len(fixed))
+    entries = [state.finished[index] for index in slice_indices]
+    return pool, entries, pool.num_samples_in(len(fixed))
 
 
 def _split_validation(
@@ -226,18 +218,16 @@ def _split_validation(
             f"No sample is left to train on: {counts or 'the sources have none'}.\n"
             "  Check data.deduplicate, data.decontaminate_ngram and the weights."
         )
-    entries = state.slices_at(slice_indices)
+    entries = [state.finished[index] for index in slice_indices]
     if settings.split_by and settings.val_set_size:
         start = np.uint64(hash_text(str(settings.seed)))
         groups = features.groups(entries, settings.split_by)
         ranks = [splitmix64(np.asarray(of_slice) ^ start) for of_slice in groups]
     else:
         ranks = [random_ranks(item.key, tally.rows, settings.seed) for item, _, tally in entries]
+    pairs = zip(slice_indices, ranks, strict=True)
     masks = validation_masks(
-        [
-            of_slice[state.keep_masks[slice_index]]
-            for slice_index, of_slice in zip(slice_indices, ranks, strict=True)
-        ],
+        [of_slice[state.keep_masks[index]] for index, of_slice in pairs],
         settings.val_set_size,
         whole_groups=settings.split_by is not None,
     )
@@ -260,18 +250,13 @@ def _split_validation(
 
 
 def _split_masks(state: FilterState, held: dict[int, Mask], slice_index: int) -> SplitMasks:
-    keep_mask = state.keep_masks[slice_index]
-    nothing = np.zeros(len(keep_mask), dtype=bool)
+    train = validation = np.zeros(len(state.keep_masks[slice_index]), dtype=bool)
     role = state.finished[slice_index][0].role
-    if role == "train":
-        return SplitMasks(
-            _none_if_all(keep_mask & ~held[slice_index]),
-            _none_if_all(keep_mask & held[slice_index]),
-        )
-    return SplitMasks(
-        _none_if_all(nothing), _none_if_all(keep_mask if role == "validation" else nothing)
-    )
-
-
-def _none_if_all(mask: Mask) -> Mask | None:
-    return None if len(mask) and mask.all() else mask
+    if role == "validation":
+        validation = state.keep_masks[slice_index]
+    elif role == "train":
+        is_held = held[slice_index]
+        train = state.keep_masks[slice_index] & ~is_held
+        validation = state.keep_masks[slice_index] & is_held
+    masks = (None if len(mask) and mask.all() else mask for mask in (train, validation))
+    return SplitMasks(*masks)
