@@ -34,8 +34,10 @@ def select_moe_backend(
     }
     serving: list[Implementation] = [name for name, reason in refusals.items() if reason is None]
     if written is None:
-        selectable = [name for name in serving if group_gemm.fast[name].is_auto_selectable]
-        chosen = selectable[0] if selectable else "eager"
+        picked: list[Implementation] = [
+            name for name in serving if group_gemm.fast[name].is_auto_selectable
+        ]
+        chosen = picked[0] if picked else "eager"
         notify(f"experts: {chosen}")
         return select_expert_ops(chosen)
     if written in refusals and refusals[written] is not None:
