@@ -57,7 +57,11 @@ def infer_dataset_type(
     `location` is the data set's section in the config. Raises ConfigError with the columns if no
     format or several fit.
     """
-    named = _named_fields(dataset)
+    named = {
+        name: value
+        for name in sorted(dataset.model_fields_set)
+        if name.startswith("field_") and (value := getattr(dataset, name)) is not None
+    }
     cache_key = digest_json([VERSION, source.key, dataset.ds_type, named, objective, INFER_RECORDS])
 
     def infer() -> Any:
@@ -73,11 +77,3 @@ def infer_dataset_type(
         return InferredType(*cached_value(cache_key, infer))
     except (StageError, CapabilityError, FileNotFoundError):
         return None
-
-
-def _named_fields(dataset: DatasetConfig) -> dict[str, str]:
-    return {
-        name: value
-        for name in sorted(dataset.model_fields_set)
-        if name.startswith("field_") and (value := getattr(dataset, name)) is not None
-    }

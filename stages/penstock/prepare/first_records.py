@@ -25,8 +25,7 @@ from penstock.prepare.encode.images import ImagesFound
 from penstock.prepare.encode.render_chat import NO_TEMPLATE
 from penstock.prepare.infer_type import infer_format
 from penstock.prepare.notices import token_warnings
-from penstock.prepare.readers.file_splits import split_source
-from penstock.prepare.readers.image_pins import image_root
+from penstock.prepare.readers.image_pins import image_root, source_pieces
 from penstock.prepare.readers.records import Batch, Value
 from penstock.prepare.settings import DatasetSettings
 from penstock.prepare.slice_images import load_slice_images
@@ -79,13 +78,7 @@ def image_source(run: RunConfig, source: Source, settings: DatasetSettings) -> I
     """Where the images of a source's records are."""
     folder = None
     if source.pin["kind"] == "files":
-        pieces = split_source(
-            source,
-            ds_type=settings.ds_type,
-            streaming=settings.streaming,
-            token=run.data.hf_use_auth_token,
-            max_record_bytes=settings.max_record_bytes,
-        )
+        pieces = source_pieces(source, settings, run.data.hf_use_auth_token)
         folder = image_root(pieces[0], settings)
     pinned = pin_tokenizer(run.model.tokenizer_source)
     path = resolve_folder(run.model.tokenizer_source, pinned)

@@ -3,7 +3,7 @@
 `infer_format` is a pure function of the records and of the columns that the configuration names.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
@@ -52,7 +52,17 @@ def read_first_values(
     source: Source, ds_type: str | None, token: bool | None, max_record_bytes: int
 ) -> list[Value]:
     """The records of `read_first`, and those that cannot be read. Raises as it does."""
-    values = list(islice(_iter_source(source, ds_type, token, max_record_bytes), INFER_RECORDS))
+    if source.pin["kind"] == "hub":
+        # `datasets` takes a second to import.
+        from penstock.prepare.readers.hub import first_rows  # noqa: PLC0415
+
+        return list(first_rows(source.pin, INFER_RECORDS, token))
+    values = _first_values(
+        split_source(
+            source, ds_type=ds_type, streaming=False, token=token, max_record_bytes=max_record_bytes
+        ),
+        token,
+    )
     first = next((value for value in values if isinstance(value, BadRecord)), None)
     if first and all(isinstance(value, BadRecord) for value in values):
         raise StageError(f"none of the first {len(values)} records can be read: {first.why}")
@@ -61,10 +71,8 @@ def read_first_values(
 
 def infer_from_splits(pieces: Sequence[FileSplit]) -> InferredType | None:
     """Infer the format from the first records of a file split; None if none or several fit."""
-    first_records = islice(
-        (value for piece in pieces[:1] for value in _iter_split(piece, None)), INFER_RECORDS
-    )
-    records = [value for value in first_records if not isinstance(value, BadRecord)]
+    values = _first_values(pieces[:1], None)
+    records = [value for value in values if not isinstance(value, BadRecord)]
     try:
         return infer_format(records, {}, objective="", location="")
     except ConfigError:
@@ -195,13 +203,10 @@ def _candidates(columns: Mapping[str, Any], named: Mapping[str, str]) -> Iterato
         yield InferredType("preference", columns=f"{chosen} and {rejected}")
     elif has("rejected_response"):
         yield InferredType("preference", columns="rejected_response")
-    prompt = named.get("field_prompt", "prompt")
-    completion, label = (
-        named.get("field_completion", "completion"),
-        named.get("field_label", "label"),
+    prompt, completion, label = (
+        named.get(f"field_{n}", n) for n in ("prompt", "completion", "label")
     )
-    verdict = columns.get(label)
-    is_judged = has(prompt, completion) and parse_kto_label(verdict) is not None
+    is_judged = has(prompt, completion) and parse_kto_label(columns.get(label)) is not None
     if is_judged:
         yield InferredType("kto", columns=f"{prompt}, {completion} and {label}")
     if has("src", "tgt"):
@@ -243,10 +248,12 @@ def _conversation_types(
 def _messages_type(location: str, value: Any, keys: Sequence[str] = ()) -> FormatName | None:
     """Format of a list of messages, "chat" or "sharegpt"; "chat" if they have the `keys` that are
     named; None for any other value."""
-    try:
-        messages = parse_json_text(location, value) if _looks_like_list(value) else value
-    except BadRecord:
-        return None
+    messages = value
+    if isinstance(value, str) and value.lstrip().startswith("["):
+        try:
+            messages = parse_json_text(location, value)
+        except BadRecord:
+            return None
     if not isinstance(messages, list) or not messages or not isinstance(messages[0], Mapping):
         return None
     first: Mapping[str, Any] = messages[0]
@@ -262,39 +269,22 @@ def _columns(records: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     columns: dict[str, Any] = {}
     for record in records:
         for name, value in record.items():
-            if _is_empty(columns.get(name)):
+            # Not `not value`: an array of token ids has no truth value.
+            earlier = columns.get(name)
+            if earlier is None or (isinstance(earlier, str | list) and not earlier):
                 columns[name] = value
     return columns
-
-
-def _is_empty(value: Any) -> bool:
-    # Not `not value`: an array of token ids has no truth value.
-    return value is None or (isinstance(value, str | list) and not value)
-
-
-def _looks_like_list(value: Any) -> bool:
-    return isinstance(value, str) and value.lstrip().startswith("[")
 
 
 def _is_text(value: Any) -> bool:
     return isinstance(value, str)
 
 
-def _iter_source(
-    source: Source, ds_type: str | None, token: bool | None, max_record_bytes: int
-) -> Iterator[Value]:
-    if source.pin["kind"] == "hub":
-        # `datasets` takes a second to import.
-        from penstock.prepare.readers.hub import first_rows  # noqa: PLC0415
-
-        yield from first_rows(source.pin, INFER_RECORDS, token)
-        return
-    for piece in split_source(
-        source, ds_type=ds_type, streaming=False, token=token, max_record_bytes=max_record_bytes
-    ):
-        yield from _iter_split(piece, token)
-
-
-def _iter_split(piece: FileSplit, token: bool | None) -> Iterator[Value]:
-    for chunk in read_chunks(piece, token):
-        yield from chunk.part(0, INFER_RECORDS).values()
+def _first_values(pieces: Iterable[FileSplit], token: bool | None) -> list[Value]:
+    values = (
+        value
+        for piece in pieces
+        for chunk in read_chunks(piece, token)
+        for value in chunk.part(0, INFER_RECORDS).values()
+    )
+    return list(islice(values, INFER_RECORDS))

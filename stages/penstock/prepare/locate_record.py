@@ -16,7 +16,6 @@ from penstock.prepare.formats.conversation import conversations
 from penstock.prepare.formats.registry import parse_record
 from penstock.prepare.readers.file_splits import FileSplit
 from penstock.prepare.readers.read_slice import count_records_before, read_records
-from penstock.prepare.readers.records import Batch
 from penstock.prepare.readers.registry import read_chunks
 from penstock.prepare.slices import Slice
 from penstock.prepare.stage import SLICES, Prepare
@@ -119,8 +118,13 @@ def _read_images(
     token: bool | None,
     bounds: Collection[MediaBounds],
 ) -> dict[bytes, bytes]:
-    batch, record_index = _find_batch(item, row, token)
-    parsed = parse_record(item.settings, batch.values[record_index], item.columns)
+    for batch in read_records(item, token):
+        if row < len(batch.values):
+            break
+        row -= len(batch.values)
+    else:
+        raise IndexError(f"record {row} beyond the end of slice {item.key}")
+    parsed = parse_record(item.settings, batch.values[row], item.columns)
     contents: dict[bytes, bytes] = {}
     for ref in (ref for conversation in conversations(parsed) for _, ref in conversation.media):
         try:
@@ -134,12 +138,3 @@ def _read_images(
         for form, media_bounds in product((digest, among_several(digest)), bounds):
             contents[media_bounds.stored_digest(ref.kind, form)] = content
     return contents
-
-
-def _find_batch(item: Slice, row: int, token: bool | None) -> tuple[Batch, int]:
-    """The batch with record `row` of a slice, and its place in it."""
-    for batch in read_records(item, token):
-        if row < len(batch.values):
-            return batch, row
-        row -= len(batch.values)
-    raise IndexError(f"record {row} beyond the end of slice {item.key}")

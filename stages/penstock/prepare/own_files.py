@@ -45,19 +45,13 @@ def _conflict(
         files = [file for file in source.paths if file.parent in own]
         return f"has {len(files)} files ({files[0]} is one) that runs have written in"
     folder = Path(local_path(dataset.path)).expanduser()
-    if folders and _is_read_whole(dataset, folder) and _search_reaches(folder.resolve(), root):
+    is_read_whole = dataset.ds_type in (None, *_KINDS) and not dataset.data_files
+    if not (folders and is_read_whole and folder.is_dir() and not read_saved_folder(folder)):
+        return None
+    searched = folder.resolve()
+    # Data files are not looked for in hidden folders.
+    if root.is_relative_to(searched) and not any(
+        map(NOT_DATA.fullmatch, root.relative_to(searched).parts)
+    ):
         return "is a folder that is read whole, and is or contains"
     return None
-
-
-def _is_read_whole(dataset: DatasetConfig, folder: Path) -> bool:
-    """Whether the source would include files that runs write to the folder."""
-    is_ours = dataset.ds_type in (None, *_KINDS)
-    return is_ours and not dataset.data_files and folder.is_dir() and not read_saved_folder(folder)
-
-
-def _search_reaches(folder: Path, root: Path) -> bool:
-    if not root.is_relative_to(folder):
-        return False
-    # Data files are not looked for in hidden folders.
-    return not any(map(NOT_DATA.fullmatch, root.relative_to(folder).parts))

@@ -41,7 +41,13 @@ def build_plan(
         ]
         for split in SPLITS
     }
-    mixing = build_mixer(settings, _mean_tokens(splits["train"], len(settings.datasets)))
+    rows, tokens = Counter[int](), Counter[int]()
+    for part in (part for entry in splits["train"] for part in entry["parts"]):
+        rows[part["dataset"]] += part["rows"]
+        tokens[part["dataset"]] += part["tokens"]
+    datasets = range(len(settings.datasets))
+    mean_tokens = [tokens[of] / rows[of] if rows[of] else 1.0 for of in datasets]
+    mixing = build_mixer(settings, mean_tokens)
     return {
         "format": FORMAT,
         "kind": settings.kind,
@@ -155,30 +161,26 @@ def _type_hint(item: Slice) -> str:
 def _file_entry(
     path: str, file: DataFile, counts: Mapping[str, Array], settings: PrepareSettings
 ) -> dict[str, Any]:
-    parts = [(part, _count_part(part, counts)) for part in file.shares]
+    counted = [_count_part(part, counts) for part in file.shares]
+    names = ("rows", "tokens", "trained_tokens")
+    parts: list[dict[str, Any]] = []
+    for part, count in zip(file.shares, counted, strict=True):
+        item = part.entry[0]
+        mix = settings.mix if item.role == "train" else settings.test_mix
+        weight = mix_settings(mix, item.dataset).loss_weight
+        entry = {
+            "slice": item.key,
+            "dataset": item.dataset,
+            **{name: count[name] for name in names},
+        }
+        parts.append(entry | ({} if weight == 1 else {"loss_weight": weight}))
     return {
         "file": path,
         "content": file.content,
-        **{name: sum(counted[name] for _, counted in parts) for name in ("rows", "tokens")},
-        "trained_tokens": sum(counted["trained_tokens"] for _, counted in parts),
-        "lengths": _merge_histograms(counted["lengths"] for _, counted in parts),
-        "parts": [
-            {
-                "slice": part.entry[0].key,
-                "dataset": part.entry[0].dataset,
-                **{name: counted[name] for name in ("rows", "tokens", "trained_tokens")},
-                **_loss_weight(part.entry[0], settings),
-            }
-            for part, counted in parts
-        ],
+        **{name: sum(count[name] for count in counted) for name in names},
+        "lengths": _merge_histograms(count["lengths"] for count in counted),
+        "parts": parts,
     }
-
-
-def _loss_weight(item: Slice, settings: PrepareSettings) -> dict[str, float]:
-    """Loss weight of the data set of a slice, unless it is 1."""
-    mix = settings.mix if item.role == "train" else settings.test_mix
-    weight = mix_settings(mix, item.dataset).loss_weight
-    return {} if weight == 1 else {"loss_weight": weight}
 
 
 def _count_part(part: SlicePart, counts: Mapping[str, Array]) -> dict[str, Any]:
@@ -201,19 +203,10 @@ def _count_part(part: SlicePart, counts: Mapping[str, Array]) -> dict[str, Any]:
 
 
 def _merge_histograms(histograms: Iterable[Mapping[str, int]]) -> dict[str, int]:
-    total: Counter[int] = Counter()
+    total: Counter[str] = Counter()
     for counts in histograms:
-        total.update({int(upper): count for upper, count in counts.items()})
-    return {str(upper): total[upper] for upper in sorted(total)}
-
-
-def _mean_tokens(entries: Sequence[Mapping[str, Any]], num_datasets: int) -> list[float]:
-    """Mean tokens per stored sample of each data set; 1 for a data set without samples."""
-    rows, tokens = Counter[int](), Counter[int]()
-    for part in (part for entry in entries for part in entry["parts"]):
-        rows[part["dataset"]] += part["rows"]
-        tokens[part["dataset"]] += part["tokens"]
-    return [tokens[of] / rows[of] if rows[of] else 1.0 for of in range(num_datasets)]
+        total.update(counts)
+    return dict(sorted(total.items(), key=lambda item: int(item[0])))
 
 
 def _summarize_sources(
@@ -226,7 +219,15 @@ def _summarize_sources(
     `held_out` validation samples, and `drawn` samples per epoch (a `share` of it)."""
     summaries: dict[tuple[str, int], dict[str, Any]] = {}
     for item, _, tally in finished:
-        entry = summaries.setdefault((item.role, item.dataset), _new_source_entry(item))
+        entry = summaries.get((item.role, item.dataset))
+        if entry is None:
+            counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
+            entry = {"role": item.role, "dataset": item.dataset, "label": item.label}
+            entry |= {**dict.fromkeys(counted, 0), "type": item.settings.type}
+            entry |= {"unread": {}, "unread_examples": {}}
+            if item.role == "train":
+                entry |= {"held_out": 0, "drawn": 0, "share": 0.0}
+            summaries[item.role, item.dataset] = entry
         entry["slices"] += 1
         entry["records"] += tally.records
         entry["rows"] += tally.rows
@@ -247,21 +248,9 @@ def _summarize_sources(
             source["samples"] += part["rows"]
             source["tokens"] += part["tokens"]
             source["trained_tokens"] += part["trained_tokens"]
-    sizes = [
-        summaries["train", of]["samples"] if ("train", of) in summaries else 0
-        for of in range(len(settings.datasets))
-    ]
-    counts = samples_per_dataset(sizes, mixing)
-    for of, count in enumerate(counts):
-        if ("train", of) in summaries:
-            summaries["train", of]["drawn"] = count
-            summaries["train", of]["share"] = round(count / sum(counts), 6)
+    train = [summaries.get(("train", of)) for of in range(len(settings.datasets))]
+    counts = samples_per_dataset([entry["samples"] if entry else 0 for entry in train], mixing)
+    for entry, count in zip(train, counts, strict=True):
+        if entry:
+            entry |= {"drawn": count, "share": round(count / sum(counts), 6)}
     return list(summaries.values())
-
-
-def _new_source_entry(item: Slice) -> dict[str, Any]:
-    counted = ("slices", "records", "rows", "bad", "samples", "tokens", "trained_tokens")
-    named = {"role": item.role, "dataset": item.dataset, "label": item.label}
-    summary = {**named, **dict.fromkeys(counted, 0), "type": item.settings.type}
-    summary |= {"unread": {}, "unread_examples": {}}
-    return {**summary, "held_out": 0, "drawn": 0, "share": 0.0} if item.role == "train" else summary

@@ -40,22 +40,22 @@ class SliceCache:
         media = {path: media_files(path, tally) for path, tally in tallies.items()}
         intact = read_notes([*{file for files in media.values() for file in files}])
         usable = {
-            path
+            path: tally
             for path, tally in tallies.items()
             if intact.keys() >= media[path] and not _is_outdated(tally)
         }
         return [
-            (item, path, tallies[path]) if path in usable else None
+            (item, path, usable[path]) if path in usable else None
             for item, path in zip(slices, paths, strict=True)
         ]
 
     def exchange(self, slices: Sequence[Slice]) -> None:
         """Download slices that other machines have tokenized, and upload those that they lack."""
         if self.shared:
-            self.shared.exchange({_file_names(item) for item in slices})
+            self.shared.exchange({_file_names(item.content) for item in slices})
             notes = read_notes([self.slice_path(item) for item in slices])
             media = {name for note in notes.values() for name in note["tally"].get("media", ())}
-            self.shared.exchange({_media_names(name) for name in media})
+            self.shared.exchange({_file_names(f"{MEDIA}/{name}") for name in media})
 
     def get_or_tokenize(
         self, item: Slice, tokenize: Callable[[Path], Tally], when_busy: Literal["wait", "skip"]
@@ -67,7 +67,7 @@ class SliceCache:
 
         def send() -> None:
             if self.shared:
-                self.shared.send(_file_names(item))
+                self.shared.send(_file_names(item.content))
 
         target = self.slice_path(item)
 
@@ -92,9 +92,5 @@ def media_files(slice_path: Path, tally: Tally) -> set[Path]:
     return {slice_path.parent / MEDIA / f"{name}.arrow" for name in tally.media}
 
 
-def _media_names(name: str) -> Files:
-    return f"{MEDIA}/{name}.arrow", f"{MEDIA}/{name}.json"
-
-
-def _file_names(item: Slice) -> Files:
-    return f"{item.content}.arrow", f"{item.content}.json"
+def _file_names(name: str) -> Files:
+    return f"{name}.arrow", f"{name}.json"

@@ -4,6 +4,7 @@ A slice that is stored whole is a hard link to the cache. Partial slices are wri
 unless a sealed artifact beside this one has a file with the same samples.
 """
 
+from bisect import bisect_left, bisect_right
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from hashlib import blake2b
@@ -88,7 +89,13 @@ def plan_files(
             share = SlicePart(entry, 0, entry[2].rows, mask)
             if len(share):
                 shares[split].append(share)
-    files = {split: [_slice_file(share) for share in shares[split]] for split in SPLITS}
+    files = {
+        split: [
+            DataFile(f"slice-{share.entry[0].key}.arrow", _content_digest([share]), (share,))
+            for share in shares[split]
+        ]
+        for split in SPLITS
+    }
     if settings.num_dataset_shards_to_save is not None:
         files["train"] = _split_evenly(shares["train"], settings.num_dataset_shards_to_save)
     return files
@@ -112,23 +119,19 @@ def publish_splits(
             elif not take_over(target):
                 partial.append((file, target))
     same = _find_same_files(out, {file.content for file, _ in partial}) if partial else {}
-    links = [
-        *linked_files,
-        *((same[f.content], target) for f, target in partial if f.content in same),
-    ]
-    links += _media_links(finished, selection, out)
+    linked_files += ((same[f.content], target) for f, target in partial if f.content in same)
+    links = [*linked_files, *_media_links(finished, selection, out)]
     with keep_cached_across_links(source for source, _ in links):
         for source, target in links:
             link(source, target)
     for file, target in partial:
         if file.content not in same:
-            dataset = settings.first_read
-            images = any(share.entry[2].media for share in file.shares)
+            tallies = [share.entry[2] for share in file.shares]
             schema = prepared_schema(
-                dataset.kind,
-                is_scored=dataset.is_scored,
-                has_images=images,
-                is_weighted=any(share.entry[2].weighted for share in file.shares),
+                settings.kind,
+                is_scored=settings.first_read.is_scored,
+                has_images=any(tally.media for tally in tallies),
+                is_weighted=any(tally.weighted for tally in tallies),
             )
             _write(file, schema, target)
     published |= {target for _, target in links}
@@ -156,42 +159,32 @@ def file_path(split: str, file: DataFile) -> str:
     return f"data/{split}/{file.name}"
 
 
-def _slice_file(share: SlicePart) -> DataFile:
-    return DataFile(f"slice-{share.entry[0].key}.arrow", _content_digest([share]), (share,))
-
-
 def _content_digest(shares: Sequence[SlicePart]) -> str:
     return short(digest_json([FORMAT, *(share.as_json() for share in shares)]))
 
 
 def _split_evenly(shares: Sequence[SlicePart], num_files: int) -> list[DataFile]:
     """Split all samples, in order, into `num_files` files whose sizes differ by at most one."""
-    total = sum(map(len, shares))
-    count = min(num_files, total)
-    bounds = [total * number // count for number in range(count + 1)]
     starts = np.cumsum([0, *map(len, shares)]).tolist()
+    total = starts[-1]
+    count = min(num_files, total)
     data_files: list[DataFile] = []
-    number = 0
-    for low, high in pairwise(bounds):
-        file_parts: list[SlicePart] = []
-        while starts[number + 1] <= low:
-            number += 1
-        for index in range(number, len(shares)):
-            if starts[index] >= high:
-                break
-            first, last = max(low - starts[index], 0), min(high - starts[index], len(shares[index]))
-            file_parts.append(_sub_part(shares[index], first, last))
-        content = _content_digest(file_parts)
-        data_files.append(DataFile(f"slice-{content}.arrow", content, tuple(file_parts)))
+    for low, high in pairwise(total * number // count for number in range(count + 1)):
+        parts: list[SlicePart] = []
+        for index in range(bisect_right(starts, low) - 1, bisect_left(starts, high)):
+            share = shares[index]
+            first, last = max(low - starts[index], 0), min(high - starts[index], len(share))
+            if share.keep is None:
+                part = SlicePart(share.entry, share.start + first, share.start + last, None)
+            else:
+                rows = np.flatnonzero(share.keep)[first:last]
+                begin, end = int(rows[0]), int(rows[-1]) + 1
+                keep = share.keep[begin:end]
+                part = SlicePart(share.entry, share.start + begin, share.start + end, keep)
+            parts.append(part)
+        content = _content_digest(parts)
+        data_files.append(DataFile(f"slice-{content}.arrow", content, tuple(parts)))
     return data_files
-
-
-def _sub_part(share: SlicePart, first: int, last: int) -> SlicePart:
-    if share.keep is None:
-        return SlicePart(share.entry, share.start + first, share.start + last, None)
-    kept_rows = np.flatnonzero(share.keep)
-    start, stop = int(kept_rows[first]), int(kept_rows[last - 1]) + 1
-    return SlicePart(share.entry, share.start + start, share.start + stop, share.keep[start:stop])
 
 
 def _find_same_files(out: Path, wanted_digests: set[str]) -> dict[str, Path]:
@@ -236,18 +229,22 @@ def _write(file: DataFile, schema: pa.Schema, target: Path) -> None:
 
 
 def _iter_batches(file: DataFile, schema: pa.Schema) -> Iterator[pa.RecordBatch]:
+    # One dictionary of sources for the whole file, which the Arrow file format requires.
     labels = list(dict.fromkeys(share.entry[0].label for share in file.shares))
     held: list[pa.RecordBatch] = []
     for share in file.shares:
         number = labels.index(share.entry[0].label)
-        for batch in _iter_selected(share):
-            held.append(_with_labels(batch, number, labels, schema))
+        for selected in _iter_selected(share):
+            batch = with_columns(selected, schema)
+            sources = source_array(batch.num_rows, number, labels)
+            columns = [sources if n == "source" else batch.column(n) for n in schema.names]
+            held.append(pa.RecordBatch.from_arrays(columns, schema=schema))
             samples, size = sum(b.num_rows for b in held), sum(b.nbytes for b in held)
             if samples >= BATCH_SAMPLES or size >= BATCH_BYTES:
-                yield _concat(held)
+                yield pa.concat_batches(held)
                 held = []
     if held:
-        yield _concat(held)
+        yield pa.concat_batches(held)
 
 
 def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
@@ -257,23 +254,10 @@ def _iter_selected(share: SlicePart) -> Iterator[pa.RecordBatch]:
         if low < high:
             part = batch.slice(low, high - low)
             first = row + low - share.start
-            keep = None if share.keep is None else share.keep[first : first + high - low]
+            rows = np.arange(high - low)
+            if share.keep is not None:
+                rows = np.flatnonzero(share.keep[first : first + high - low])
             # Always copied: IPC would write all tokens of the batch that a slice is a view of.
-            rows = np.arange(high - low) if keep is None else np.flatnonzero(keep)
             if len(rows):
                 yield part.take(to_arrow(rows))
         row += batch.num_rows
-
-
-def _with_labels(
-    batch: pa.RecordBatch, number: int, labels: Sequence[str], schema: pa.Schema
-) -> pa.RecordBatch:
-    """The batch with the file-wide dictionary of sources, which the Arrow file format requires."""
-    sources = source_array(batch.num_rows, number, labels)
-    batch = with_columns(batch, schema)
-    columns = [sources if name == "source" else batch.column(name) for name in schema.names]
-    return pa.RecordBatch.from_arrays(columns, schema=schema)
-
-
-def _concat(batches: Sequence[pa.RecordBatch]) -> pa.RecordBatch:
-    return batches[0] if len(batches) == 1 else pa.concat_batches(batches)

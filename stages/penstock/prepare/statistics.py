@@ -1,7 +1,6 @@
 """Statistics of prepared data: counts from plan.json, lengths from the files' offsets."""
 
 import math
-from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -9,8 +8,7 @@ import numpy as np
 
 from penstock.core.files import read_json
 from penstock.prepare.plan import SECTIONS, summarize_plan
-from penstock.prepare.sample_sources import SplitSources, split_sources
-from penstock.rows.arrow import map_batches
+from penstock.prepare.sample_sources import split_sources
 from penstock.rows.prepared import PLAN, PreparedSamples
 from penstock.rows.sample_order import Indices
 from penstock.rows.schema import SPLITS
@@ -64,7 +62,10 @@ def length_histogram(lengths: Indices) -> list[dict[str, int]]:
         return []
     longest, usual = int(lengths.max()), describe_lengths(lengths)["p95"] * 1.25
     span = min(longest, usual) - int(lengths.min())
-    width = _round_width(span / MAX_BARS)
+    # The smallest of 1, 2, 5, 10, 20, 50, … with which there are no more bars.
+    least = span / MAX_BARS
+    power = 10 ** max(0, math.floor(math.log10(max(least, 1))))
+    width = next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
     first = (int(lengths.min()) - 1) // width
     count = max(1, math.ceil(min(longest, usual) / width) - first)
     bin_index = np.minimum((lengths - 1) // width - first, count)
@@ -77,16 +78,14 @@ def length_histogram(lengths: Indices) -> list[dict[str, int]]:
     return bins
 
 
-def _round_width(least: float) -> int:
-    """The smallest of 1, 2, 5, 10, 20, 50, … that is not below `least`."""
-    power = 10 ** max(0, math.floor(math.log10(max(least, 1))))
-    return next(power * factor for factor in (1, 2, 5, 10) if power * factor >= least)
-
-
 def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[str, Any]:
-    lengths = PreparedSamples(folder, split).lengths()
+    samples = PreparedSamples(folder, split)
+    lengths = samples.lengths()
     origins = split_sources(plan, split)
-    tokens, trained = _sums(origins, ("tokens", "trained_tokens"))
+    tokens, trained = (
+        sum(count[name] for count in origins.counts) for name in ("tokens", "trained_tokens")
+    )
+    is_kto = plan["kind"] == "kto"
     return {
         "samples": len(lengths),
         "tokens": tokens,
@@ -94,7 +93,7 @@ def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[st
         "trained_share": _share(trained, tokens),
         "lengths": describe_lengths(lengths),
         "histogram": length_histogram(lengths),
-        **({"desirable": _count_desirable(folder, plan, split)} if plan["kind"] == "kto" else {}),
+        **({"desirable": int(samples.desirable().sum())} if is_kto else {}),
         "sources": [
             {
                 "label": origin.label,
@@ -110,16 +109,6 @@ def _split_statistics(folder: Path, plan: dict[str, Any], split: str) -> dict[st
             )
         ],
     }
-
-
-def _count_desirable(folder: Path, plan: dict[str, Any], split: str) -> int:
-    files = [folder / entry["file"] for entry in plan["splits"][split]]
-    batches = [batch for file in files for batch in map_batches(file)]
-    return sum(batch.column("desirable").true_count for batch in batches)
-
-
-def _sums(origins: SplitSources, names: Sequence[str]) -> list[int]:
-    return [sum(count[name] for count in origins.counts) for name in names]
 
 
 def _mix_entry(source: dict[str, Any]) -> dict[str, Any]:

@@ -134,7 +134,9 @@ def count_unread(
     for index, value in enumerate(values):
         if not isinstance(value, dict) or candidates.isdisjoint(value):
             continue
-        more = () if _has_text_prompt(value, settings) else beside_text
+        prompt = value.get(settings.field_prompt)
+        text = value.get(settings.field_instruction) if prompt is None else prompt
+        more = () if isinstance(text, str) else beside_text
         if reads_functions and not _is_blank(value.get(TOOLS)):
             more = (*more, FUNCTIONS)
         names = [name for name in (*watched, *more) if not _is_blank(value.get(name))]
@@ -178,12 +180,6 @@ def unread_columns(
 def reads_key(template: str, name: str) -> bool:
     """Whether a chat template reads this key of messages."""
     return re.search(rf"""[.'"]{re.escape(name)}\b""", template) is not None
-
-
-def _has_text_prompt(record: Mapping[str, Any], settings: DatasetSettings) -> bool:
-    prompt = record.get(settings.field_prompt)
-    prompt_text = record.get(settings.field_instruction) if prompt is None else prompt
-    return isinstance(prompt_text, str)
 
 
 def _is_blank(value: Any) -> bool:

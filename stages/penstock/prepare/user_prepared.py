@@ -234,19 +234,18 @@ def _choose_own(
     for folder, manifest in candidates:
         if manifest["key"] == key:
             return folder, manifest
-    listed = "\n".join(f"    {folder}  {_describe(manifest)}" for folder, manifest in candidates)
+    lines: list[str] = []
+    for folder, manifest in candidates:
+        rows = manifest["facts"].get("rows", {})
+        counts = ", ".join(f"{count} {split}" for split, count in rows.items())
+        lines.append(f"    {folder}  made {manifest['created']}, samples: {counts}")
+    listed = "\n".join(lines)
     reason = why or f" None of them is this run's ({short(key or '')})."
     raise ConfigError(
         f"data.dataset_prepared_path {prepared_path} holds {len(candidates)} sets of prepared "
         f"data, and data.skip_prepare_dataset is true.{reason}\n{listed}\n"
         "  Set data.dataset_prepared_path to one of them."
     )
-
-
-def _describe(manifest: dict[str, Any]) -> str:
-    rows = manifest["facts"].get("rows", {})
-    counts = ", ".join(f"{count} {split}" for split, count in rows.items())
-    return f"made {manifest['created']}, samples: {counts}"
 
 
 def _stage_from_manifest(folder: Path, manifest: dict[str, Any]) -> ExternalPrepared:

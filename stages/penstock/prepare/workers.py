@@ -73,7 +73,9 @@ def tokenize_missing(slices: Sequence[Slice], config: WorkerConfig, num_proc: in
     Waits last for slices that another run is tokenizing. Raises the first error in slice order.
     """
     config.cache.exchange(slices)
-    missing = _find_missing(slices, config.cache)
+    once = list({item.content: item for item in slices}.values())
+    cached = config.cache.lookup(once)
+    missing = [item for item, entry in zip(once, cached, strict=True) if not entry]
     num_bytes = sum(item.num_bytes for item in missing)
     workers = min(num_proc, len(missing), max(1, num_bytes // MIN_BYTES_PER_PROCESS))
     if workers > 1:
@@ -141,11 +143,6 @@ def _tokenize_with_images(
     return tally
 
 
-def _find_missing(slices: Sequence[Slice], cache: SliceCache) -> list[Slice]:
-    once = list({item.content: item for item in slices}.values())
-    return [item for item, is_cached in zip(once, cache.lookup(once), strict=True) if not is_cached]
-
-
 def _tokenize_in_processes(
     slices: list[Slice], config: WorkerConfig, workers: int
 ) -> list[SliceStatus]:
@@ -167,8 +164,7 @@ def _tokenize_in_processes(
     ended = [done for done in futures.values() if done.done() and not done.cancelled()]
     log_process_warnings(done.result()[1] for done in ended if not done.exception())
     in_order = [futures[item.content] for item in slices]
-    failures = [done.exception() for done in in_order if not done.cancelled()]
-    for failure in failures:
+    for failure in (done.exception() for done in in_order if not done.cancelled()):
         if isinstance(failure, BrokenProcessPool):
             raise StageError(
                 f"One of {workers} tokenization processes was killed, most likely because "
@@ -202,6 +198,7 @@ def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> No
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works
 
 
+# One encoder per process and data set; tokenizers and processors while their content is the same.
 @lru_cache(maxsize=8)
 def _build_encoder(
     settings: DatasetSettings,
@@ -210,7 +207,6 @@ def _build_encoder(
     revision: str | None,
     key: str,
 ) -> Encoder:
-    """Cached: one encoder per process and data set."""
     tokenizer = _load_tokenizer_once(path, revision, key)
     stops = load_stop_token_ids(path, revision)
     return Encoder(settings, tokenizer, columns, stop_token_ids=stops)
@@ -225,13 +221,11 @@ def _load_processor_once(
     key: str,
     bounds: MediaBounds,
 ) -> ModelProcessor | None:
-    """Cached: loaded once per process while the tokenizer's files (`key`) are the same."""
     del key
     return load_processor(kind, path, revision, tokenizer, bounds)
 
 
 @lru_cache(maxsize=2)
 def _load_tokenizer_once(path: str, revision: str | None, key: str) -> PreTrainedTokenizerBase:
-    """Cached: loaded once per process while the tokenizer's content (`key`) is the same."""
     del key
     return load_tokenizer(path, revision)

@@ -88,7 +88,8 @@ class Member:
 def tar_records(file: SourceFile) -> Iterator[Chunk]:
     """The records of a tar file. Raises StageError if it is damaged."""
     with file.open() as stream:
-        yield from group_items(_iter_records(stream, file), _parse_records)
+        records = _iter_records(stream, file)
+        yield from group_items(records, lambda records: [_parse(members) for members in records])
 
 
 def _iter_records(stream: BinaryIO, file: SourceFile) -> Iterator[tuple[int, list[Member], int]]:
@@ -124,10 +125,6 @@ def _is_content_read(info: tarfile.TarInfo) -> bool:
     if member is None or member.is_link:
         return False
     return member.is_read and info.size <= member.max_size
-
-
-def _parse_records(records: Sequence[Sequence[Member]]) -> list[Value]:
-    return [_parse(members) for members in records]
 
 
 def _parse(members: Sequence[Member]) -> Value:

@@ -92,7 +92,13 @@ def _iter_chunks(
     """A batch whose first row is `row` as chunks of about `BATCH_BYTES`. Raises StageError for a
     row that is too large."""
     expansion.add(batch.num_rows * ROW_BYTES)
-    _validate(batch, source, location)
+    try:
+        # Native code that reads offsets, indices and texts does not look whether they are valid.
+        batch.validate(full=True)
+    except (pa.ArrowException, UnicodeError) as error:
+        raise StageError(
+            f"{source.name} is damaged in {location}: {error}\n  Write the file again."
+        ) from error
     sizes = batch_sizes(batch)
     if isinstance(sizes, int):
         largest, total = sizes, sizes * batch.num_rows
@@ -107,17 +113,6 @@ def _iter_chunks(
     for start in range(0, batch.num_rows, at_once):
         part = batch.slice(start, at_once)
         yield Chunk(part, range(row + start, row + start + part.num_rows), _to_records)
-
-
-def _validate(batch: pa.RecordBatch, source: SourceFile, location: str) -> None:
-    """Raise StageError unless all offsets, indices and texts are valid: native code that reads them
-    does not look."""
-    try:
-        batch.validate(full=True)
-    except (pa.ArrowException, UnicodeError) as error:
-        raise StageError(
-            f"{source.name} is damaged in {location}: {error}\n  Write the file again."
-        ) from error
 
 
 def _to_records(batch: pa.RecordBatch) -> list[Value]:

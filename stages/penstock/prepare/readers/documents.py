@@ -46,7 +46,8 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
         is_array = reader.peek() == "["
         if is_array:
             reader.skip()
-        yield from group_items(_iter_values(reader, is_array), _parse_objects)
+        values = _iter_values(reader, is_array)
+        yield from group_items(values, lambda values: [as_object(value) for value in values])
         if not is_array:
             return
         if not reader.peek():
@@ -100,7 +101,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
                     f"{file.name} has two columns named {twice!r}.\n"
                     "  Rename one of them in its first line."
                 )
-            if data := next((name for name in header if _is_data(name)), None):
+            if data := next(filter(_is_data, header), None):
                 raise StageError(
                     f"{file.name} has no header: its first line has {data[:40]!r}, which names no "
                     "column.\n  Write the names of the columns into its first line."
@@ -132,13 +133,8 @@ def detect_delimiter(file: SourceFile) -> str:
     delimiter."""
     with file.open() as raw:
         head = raw.readline(CHUNK).decode("utf-8-sig", errors="replace")
-    if "," in head:
-        return ","
-    return (
-        max(DELIMITERS, key=head.count)
-        if any(delimiter in head for delimiter in DELIMITERS)
-        else ","
-    )
+    best = max(DELIMITERS, key=head.count)
+    return best if best in head and "," not in head else ","
 
 
 def group_items(documents: Iterator[tuple[int, Any, int]], parse: Any) -> Iterator[Chunk]:
@@ -161,10 +157,6 @@ def _parse_row(header: list[str], fields: list[str]) -> Value:
     if len(fields) == len(header):
         return dict(zip(header, fields, strict=True))
     return BadRecord("wrong_type", f"{len(fields)} fields where the header has {len(header)}")
-
-
-def _parse_objects(values: list[Any]) -> list[Value]:
-    return [as_object(value) for value in values]
 
 
 def _iter_values(reader: "_JsonReader", is_array: bool) -> Iterator[tuple[int, Any, int]]:

@@ -11,6 +11,7 @@ import json
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
 from typing import Any, Literal
@@ -119,25 +120,15 @@ def split_source(
         return [FileSplit("builtin", str(pin["name"]), pin)]
     if pin["kind"] == "hub":
         return _split_hub(pin, streaming, token)
-    entries = zip(pin["files"], source.paths or source.urls, strict=True)
-    files = [
-        SourceFile(str(entry["name"]), location, entry, max_record_bytes=max_record_bytes)
-        for entry, location in entries
-    ]
-    pieces = [
-        piece for file in _attach_megatron_data(files) for piece in _split_file(file, ds_type)
-    ]
-    return _select_documents(pieces, source, split) if split else pieces
-
-
-def _attach_megatron_data(files: Sequence[SourceFile]) -> list[SourceFile]:
-    source_files: list[SourceFile] = []
-    for file in files:
-        if source_files and source_files[-1].name.endswith(INDEX) and file.name.endswith(DATA):
-            source_files[-1] = replace(source_files[-1], data_file=file)
+    files: list[SourceFile] = []
+    for entry, location in zip(pin["files"], source.paths or source.urls, strict=True):
+        file = SourceFile(str(entry["name"]), location, entry, max_record_bytes=max_record_bytes)
+        if files and files[-1].name.endswith(INDEX) and file.name.endswith(DATA):
+            files[-1] = replace(files[-1], data_file=file)
         else:
-            source_files.append(file)
-    return source_files
+            files.append(file)
+    pieces = [piece for file in files for piece in _split_file(file, ds_type)]
+    return _select_documents(pieces, source, split) if split else pieces
 
 
 def _select_documents(
@@ -154,10 +145,8 @@ def _select_documents(
                 f" ({split[0]}) has no documents to split.\n  Remove splits_string."
             )
         document_range = split_range(last[piece.name], *split)
-        first, end = (
-            max(piece.span[0], document_range.start),
-            min(piece.span[1], document_range.stop),
-        )
+        first = max(piece.span[0], document_range.start)
+        end = min(piece.span[1], document_range.stop)
         if first < end:
             share = (end - first) / (piece.span[1] - piece.span[0])
             size = int(piece.num_bytes * share)
@@ -237,29 +226,26 @@ def _build_split(whole_file: FileSplit, cut: SplitSpec) -> FileSplit:
     )
 
 
-def _whole_file(reader: Reader, file: SourceFile) -> SplitSpec:
-    size = file.pinned.get("bytes") or SLICE_BYTES
-    return {"reader": reader, "span": None, "before": 0, "num_bytes": size}
+def _spec(
+    reader: Reader, span: tuple[int, int] | None, before: int | None, num_bytes: int, **more: str
+) -> SplitSpec:
+    return {"reader": reader, "span": span, "before": before, "num_bytes": num_bytes, **more}
 
 
-def _line_splitter(reader: Reader) -> Callable[[SourceFile], Iterator[SplitSpec]]:
-    def cuts(file: SourceFile) -> Iterator[SplitSpec]:
-        size = file.pinned.get("bytes")
-        if file.compression or size is None:
-            yield _whole_file(reader, file)
-        elif isinstance(file.location, Path):
-            yield from _split_local_lines(reader, file.location, size)
-        else:
-            for start in range(0, size, SLICE_BYTES):
-                stop = min(start + SLICE_BYTES, size)
-                yield {
-                    "reader": reader,
-                    "span": [start, stop],
-                    "before": None if start else 0,
-                    "num_bytes": stop - start,
-                }
+def _whole_file(reader: Reader, file: SourceFile, **more: str) -> Iterator[SplitSpec]:
+    yield _spec(reader, None, 0, file.pinned.get("bytes") or SLICE_BYTES, **more)
 
-    return cuts
+
+def _split_lines(reader: Reader, file: SourceFile) -> Iterator[SplitSpec]:
+    size = file.pinned.get("bytes")
+    if file.compression or size is None:
+        yield from _whole_file(reader, file)
+    elif isinstance(file.location, Path):
+        yield from _split_local_lines(reader, file.location, size)
+    else:
+        for start in range(0, size, SLICE_BYTES):
+            stop = min(start + SLICE_BYTES, size)
+            yield _spec(reader, (start, stop), None if start else 0, stop - start)
 
 
 def _split_local_lines(reader: Reader, path: Path, size: int) -> Iterator[SplitSpec]:
@@ -270,13 +256,7 @@ def _split_local_lines(reader: Reader, path: Path, size: int) -> Iterator[SplitS
         read = list(pool.map(lambda span: _digest_and_count_lines(path, *span), spans))
     lines_before = accumulate((lines for _, lines in read), initial=0)
     for span, (digest, _), before in zip(spans, read, lines_before, strict=False):
-        yield {
-            "reader": reader,
-            "span": list(span),
-            "before": before,
-            "num_bytes": span[1] - span[0],
-            "lines_sha256": digest,
-        }
+        yield _spec(reader, span, before, span[1] - span[0], lines_sha256=digest)
 
 
 def _digest_and_count_lines(path: Path, start: int, stop: int) -> tuple[str, int]:
@@ -293,9 +273,8 @@ def _digest_and_count_lines(path: Path, start: int, stop: int) -> tuple[str, int
 def _split_json(file: SourceFile) -> Iterator[SplitSpec]:
     require_text(file, "json")
     if _is_json_lines(file):
-        yield from _line_splitter("json_lines")(file)
-    else:
-        yield _whole_file("json_document", file)
+        return _split_lines("json_lines", file)
+    return _whole_file("json_document", file)
 
 
 def _is_json_lines(file: SourceFile) -> bool:
@@ -336,7 +315,7 @@ def _is_json_document(first: bytes, more: bytes) -> bool:
 
 def _split_text(file: SourceFile) -> Iterator[SplitSpec]:
     require_text(file, "text")
-    return _line_splitter("text_lines")(file)
+    return _split_lines("text_lines", file)
 
 
 def _split_csv(file: SourceFile) -> Iterator[SplitSpec]:
@@ -344,14 +323,11 @@ def _split_csv(file: SourceFile) -> Iterator[SplitSpec]:
     delimiter = detect_delimiter(file)
     # Not part of the identity for commas, so that slices of earlier versions stay valid.
     extra = {} if delimiter == "," else {"delimiter": delimiter}
-    yield {**_whole_file("csv", file), **extra}
+    return _whole_file("csv", file, **extra)
 
 
 def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
-    with (
-        arrow_errors(file, "parquet"),
-        file.open_arrow() as (stream, _),
-    ):
+    with arrow_errors(file, "parquet"), file.open_arrow() as (stream, _):
         footer = open_parquet(stream).metadata
         groups = [footer.row_group(index) for index in range(footer.num_row_groups)]
     start, rows, num_bytes, before = 0, 0, 0, 0
@@ -359,8 +335,7 @@ def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
         rows += group.num_rows
         num_bytes += group.total_byte_size
         if num_bytes >= SLICE_BYTES or index == len(groups):
-            span = [start, index]
-            yield {"reader": "parquet", "span": span, "before": before, "num_bytes": num_bytes}
+            yield _spec("parquet", (start, index), before, num_bytes)
             start, before, rows, num_bytes = index, before + rows, 0, 0
 
 
@@ -368,7 +343,7 @@ def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
     with file.open() as stream:
         is_stream = stream.read(len(ARROW_FILE)) != ARROW_FILE
     if is_stream:
-        yield _whole_file("arrow_stream", file)
+        yield from _whole_file("arrow_stream", file)
         return
     with arrow_errors(file, "arrow"), file.open_arrow() as (source, raw):
         check_footer(raw, Expansion(file.name, source.size()))
@@ -376,17 +351,8 @@ def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
     size = file.pinned.get("bytes") or 0
     count = max(1, min(batches, -(-size // SLICE_BYTES)))
     for number in range(count):
-        span = [batches * number // count, batches * (number + 1) // count]
-        yield {
-            "reader": "arrow_file",
-            "span": span,
-            "before": None if number else 0,
-            "num_bytes": size // count,
-        }
-
-
-def _split_tar(file: SourceFile) -> Iterator[SplitSpec]:
-    yield _whole_file("tar", file)
+        span = (batches * number // count, batches * (number + 1) // count)
+        yield _spec("arrow_file", span, None if number else 0, size // count)
 
 
 def _split_megatron(file: SourceFile) -> Iterator[SplitSpec]:
@@ -395,12 +361,7 @@ def _split_megatron(file: SourceFile) -> Iterator[SplitSpec]:
     cuts = [0, *(np.flatnonzero(np.diff(numbers)) + 1).tolist(), len(sizes)]
     for first, last in pairwise(cuts):
         if first < last:
-            yield {
-                "reader": "megatron",
-                "span": [first, last],
-                "before": first,
-                "num_bytes": int(sizes[first:last].sum()),
-            }
+            yield _spec("megatron", (first, last), first, int(sizes[first:last].sum()))
 
 
 _SPLITTERS: dict[str, Callable[[SourceFile], Iterator[SplitSpec]]] = {
@@ -409,7 +370,7 @@ _SPLITTERS: dict[str, Callable[[SourceFile], Iterator[SplitSpec]]] = {
     "csv": _split_csv,
     "parquet": _split_parquet,
     "arrow": _split_arrow,
-    "tar": _split_tar,
+    "tar": partial(_whole_file, "tar"),
     "megatron": _split_megatron,
 }
 
@@ -417,9 +378,14 @@ _SPLITTERS: dict[str, Callable[[SourceFile], Iterator[SplitSpec]]] = {
 def _split_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list[FileSplit]:
     repo = str(pin["repo"])
     if streaming:
-        shards = cached_value(
-            digest_json([FORMAT, "shards", pin]), lambda: _count_shards(pin, token)
-        )
+
+        def count_shards() -> int:
+            # `datasets` takes a second to import.
+            from penstock.prepare.readers.hub import open_stream  # noqa: PLC0415
+
+            return open_stream(pin, token).num_shards
+
+        shards = cached_value(digest_json([FORMAT, "shards", pin]), count_shards)
         return [
             FileSplit("stream", repo, pin, span=(index, shards), num_bytes=SLICE_BYTES)
             for index in range(shards)
@@ -431,24 +397,13 @@ def _split_hub(pin: dict[str, Any], streaming: bool, token: bool | None) -> list
     ]
 
 
-def _count_shards(pin: dict[str, Any], token: bool | None) -> int:
-    # `datasets` takes a second to import.
-    from penstock.prepare.readers.hub import open_stream  # noqa: PLC0415
-
-    return open_stream(pin, token).num_shards
-
-
 def _split_hub_rows(pin: dict[str, Any], token: bool | None) -> list[list[int]]:
     from penstock.prepare.readers.hub import open_hub  # noqa: PLC0415 - as above
 
     data = open_hub(pin, token)
     rows, num_bytes = len(data), data.data.nbytes
     rows_per_slice = max(ROWS, SLICE_BYTES * rows // max(1, num_bytes) // ROWS * ROWS)
-    return [
-        [
-            start,
-            min(start + rows_per_slice, rows),
-            num_bytes * min(rows_per_slice, rows - start) // rows,
-        ]
-        for start in range(0, rows, rows_per_slice)
+    bounds = [
+        (start, min(start + rows_per_slice, rows)) for start in range(0, rows, rows_per_slice)
     ]
+    return [[start, stop, num_bytes * (stop - start) // rows] for start, stop in bounds]

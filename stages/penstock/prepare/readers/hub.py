@@ -18,7 +18,7 @@ from datasets.exceptions import DatasetsError
 
 from penstock.core.errors import CapabilityError, StageError
 from penstock.prepare.readers.columnar import drop_nulls
-from penstock.prepare.readers.records import BATCH, Chunk, Value, unchanged
+from penstock.prepare.readers.records import BATCH, Chunk, Value, chunk_records
 
 Pin = Mapping[str, Any]
 """repo, commit, name, split, data_files (see `penstock.core.sources.pin`)."""
@@ -83,29 +83,20 @@ def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Ch
     padded = _struct_columns(data.features)
     for start in range(*span, BATCH):
         columns = data[start : min(start + BATCH, span[1])]
-        rows = [
+        rows: list[Value] = [
             _drop_padding(dict(zip(columns, values, strict=True)), padded)
             for values in zip(*columns.values(), strict=True)
         ]
         first = start - span[0] + 1
-        yield Chunk(rows, range(first, first + len(rows)), unchanged)
+        yield Chunk(rows, range(first, first + len(rows)), list)
 
 
 def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
     """The rows of shard `span[0]` of `span[1]`. Raises as `open_hub` if streaming fails."""
     shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
     padded = _struct_columns(shard.features)
-    rows: list[Value] = []
-    first = 1
     with _Fetching(pin):
-        for row in shard:
-            rows.append(_drop_padding(row, padded))
-            if len(rows) == BATCH:
-                yield Chunk(rows, range(first, first + BATCH), unchanged)
-                first += BATCH
-                rows = []
-    if rows:
-        yield Chunk(rows, range(first, first + len(rows)), unchanged)
+        yield from chunk_records(_drop_padding(row, padded) for row in shard)
 
 
 def _struct_columns(features: Mapping[str, Any] | None) -> list[str]:

@@ -3,6 +3,7 @@
 from posixpath import basename
 from typing import Any
 
+from penstock.prepare.bad_records import BadRecord
 from penstock.prepare.readers.records import Chunk, Value
 
 METADATA = ("metadata.jsonl", "metadata.csv", "metadata.parquet")
@@ -25,17 +26,12 @@ def with_image_columns(chunk: Chunk) -> Chunk:
     """Records with names of images as their images, unless they have a column of images."""
 
     def parse(items: Any) -> list[Value]:
-        return [
-            _with_images(value) if isinstance(value, dict) else value
-            for value in inner_parse(items)
-        ]
+        values = chunk.parse(items)
+        for index, value in enumerate(values):
+            if isinstance(value, BadRecord) or any(map(value.get, COLUMNS.values())):
+                continue
+            if named := next(filter(value.get, COLUMNS), None):
+                values[index] = {**value, COLUMNS[named]: value[named]}
+        return values
 
-    inner_parse = chunk.parse
     return Chunk(chunk.items, chunk.positions, parse)
-
-
-def _with_images(record: dict[str, Any]) -> dict[str, Any]:
-    named = next((name for name in COLUMNS if record.get(name)), None)
-    if named is None or any(record.get(column) for column in COLUMNS.values()):
-        return record
-    return {**record, COLUMNS[named]: record[named]}

@@ -75,7 +75,8 @@ def with_image_pin(
     if source.pin["kind"] != "files" or settings.type in NO_CONVERSATION:
         return source
     digests = [
-        digest_images([piece], settings, columns) for piece in _pieces(source, settings, token)
+        digest_images([piece], settings, columns)
+        for piece in source_pieces(source, settings, token)
     ]
     if not any(digests):
         return source
@@ -91,7 +92,7 @@ def require_unchanged_source(
         "images" in source.pin
         and with_image_pin(source, settings, columns, token).pin != source.pin
     ):
-        raise _changed(_pieces(source, settings, token), settings, columns)
+        raise _changed(source_pieces(source, settings, token), settings, columns)
 
 
 def require_unchanged_images(
@@ -122,7 +123,8 @@ def _changed(
     )
 
 
-def _pieces(source: Source, settings: DatasetSettings, token: bool | None) -> list[FileSplit]:
+def source_pieces(source: Source, settings: DatasetSettings, token: bool | None) -> list[FileSplit]:
+    """The pieces of a source that its settings read; of Megatron data, all documents."""
     return split_source(
         source,
         ds_type=settings.ds_type,

@@ -127,14 +127,13 @@ def _parse_lines(lines: list[bytes]) -> list[Value]:
 
 
 def _parse_texts(lines: list[bytes]) -> list[Value]:
-    return [_parse_text(line) for line in lines]
-
-
-def _parse_text(line: bytes) -> Value:
-    try:
-        return {"text": line.rstrip(b"\r\n").decode()}
-    except UnicodeDecodeError as error:
-        return BadRecord("bad_value", utf8_error(error))
+    values: list[Value] = []
+    for line in lines:
+        try:
+            values.append({"text": line.rstrip(b"\r\n").decode()})
+        except UnicodeDecodeError as error:
+            values.append(BadRecord("bad_value", utf8_error(error)))
+    return values
 
 
 def utf8_error(error: UnicodeDecodeError) -> str:

@@ -132,8 +132,7 @@ def read_index(file: SourceFile) -> MegatronIndex:
 
 @lru_cache(maxsize=2)
 def _read_index_file(path: Path, stamp: tuple[int, int]) -> MegatronIndex:
-    """Cached by path and `stamp`, which changes when the file is written again."""
-    del stamp
+    del stamp  # of the key of the cache: it changes when the file is written again
     return _parse_index(_map_file(path))
 
 

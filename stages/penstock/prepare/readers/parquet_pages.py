@@ -9,7 +9,7 @@ import operator
 import struct
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, BinaryIO, cast
+from typing import BinaryIO, cast
 
 import numpy as np
 import pyarrow as pa
@@ -254,14 +254,11 @@ def _page(header: Struct, start: int) -> Page:
     encoding = values.get(4 if is_v2 else 2, 0)
     levels = (RLE, values.get(6, 0)) if is_v2 else (values.get(4, RLE), 0)
     sizes = (header.get(3), header.get(2), values.get(1, 0))
-    if not all(_is_count(number) for number in (kind, *sizes, encoding, *levels)):
+    numbers = (kind, *sizes, encoding, *levels)
+    if not all(isinstance(number, int) and 0 <= number < 1 << 31 for number in numbers):
         raise PageError(f"the page header before byte {start} is damaged")
     num_bytes, expanded, num_values = cast("tuple[int, int, int]", sizes)
     return Page(kind, start, num_bytes, expanded, num_values, encoding, levels)
-
-
-def _is_count(number: Any) -> bool:
-    return isinstance(number, int) and 0 <= number < 1 << 31
 
 
 def _content(stream: BinaryIO, page: Page, codec: str) -> bytes:

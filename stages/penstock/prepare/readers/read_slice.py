@@ -49,10 +49,8 @@ def _limit_chunks(chunks: Iterator[Chunk], start: int, stop: int | None) -> Iter
     """Limit chunks to records `start` to `stop`; later chunks are not read."""
     offset = 0
     for chunk in chunks:
-        first, last = (
-            max(start - offset, 0),
-            len(chunk) if stop is None else min(stop - offset, len(chunk)),
-        )
+        first = max(start - offset, 0)
+        last = len(chunk) if stop is None else min(stop - offset, len(chunk))
         offset += len(chunk)
         if first < last:
             yield chunk if (first, last) == (0, len(chunk)) else chunk.part(first, last)

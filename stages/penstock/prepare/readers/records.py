@@ -5,8 +5,9 @@ A record that cannot be parsed is represented by a BadRecord, so that it can be 
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any
 
 import numpy as np
@@ -84,9 +85,12 @@ class Chunk:
         return self.parse(self.items)
 
 
-def unchanged(values: list[Value]) -> list[Value]:
-    """`Chunk.parse` of items that are parsed already."""
-    return values
+def chunk_records(records: Iterable[dict[str, Any]]) -> Iterator[Chunk]:
+    """Chunks of records that are parsed already; positions count from 1."""
+    rest, first = iter(records), 1
+    while batch := list(islice(rest, BATCH)):
+        yield Chunk(batch, range(first, first + len(batch)), list)
+        first += len(batch)
 
 
 class DuplicateKeyError(ValueError):

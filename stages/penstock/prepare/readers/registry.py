@@ -1,7 +1,6 @@
 """Table of readers by name."""
 
 from collections.abc import Callable, Iterator
-from itertools import islice
 
 from penstock.core.cache.digest_cache import cached_value
 from penstock.core.cache.record import digest_json
@@ -14,7 +13,7 @@ from penstock.prepare.readers.file_splits import FORMAT, FileSplit, require_unch
 from penstock.prepare.readers.image_folder import is_metadata, with_image_columns
 from penstock.prepare.readers.lines import json_lines, text_lines
 from penstock.prepare.readers.megatron import read_documents
-from penstock.prepare.readers.records import BATCH, Chunk, unchanged
+from penstock.prepare.readers.records import Chunk, chunk_records
 
 
 def read_chunks(piece: FileSplit, token: bool | None = None) -> Iterator[Chunk]:
@@ -29,7 +28,7 @@ def _read_chunks(piece: FileSplit, token: bool | None) -> Iterator[Chunk]:
     if piece.file:
         return _FILE_READERS[piece.reader](piece.file)
     if piece.reader == "builtin":
-        return _builtin_chunks(piece.name)
+        return chunk_records(generate(piece.name))
     # `datasets` takes a second to import.
     from penstock.prepare.readers.hub import hub_rows, streamed_rows  # noqa: PLC0415
 
@@ -51,14 +50,6 @@ _FILE_READERS: dict[str, Callable[[SourceFile], Iterator[Chunk]]] = {
     "tar": tar_records,
     "arrow_stream": arrow_stream,
 }
-
-
-def _builtin_chunks(name: str) -> Iterator[Chunk]:
-    values = iter(generate(name))
-    first = 1
-    while run := list(islice(values, BATCH)):
-        yield Chunk(run, range(first, first + len(run)), unchanged)
-        first += len(run)
 
 
 def count_records(piece: FileSplit, token: bool | None = None) -> int:

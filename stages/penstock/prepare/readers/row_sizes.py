@@ -15,6 +15,11 @@ VALUE_BYTES = 8
 ROW_BYTES = 64
 """Beside the values of a row."""
 
+TEXT_KINDS = (
+    *(pa.types.is_string, pa.types.is_binary),
+    *(pa.types.is_large_string, pa.types.is_large_binary),
+)
+
 Sizes = int | np.ndarray
 """Of each row; a number if all are equal. Never larger than the buffers of an array."""
 
@@ -30,7 +35,8 @@ def row_sizes(array: Any) -> Sizes:
     if isinstance(array, pa.ExtensionArray):
         return row_sizes(array.storage)
     if pa.types.is_dictionary(kind):
-        return _taken(row_sizes(array.dictionary), array.indices)
+        sizes = row_sizes(array.dictionary)
+        return sizes if isinstance(sizes, int) else sizes[_numbers(array.indices.fill_null(0))]
     if pa.types.is_struct(kind):
         return sum((row_sizes(array.field(i)) for i in range(kind.num_fields)), VALUE_BYTES)
     if pa.types.is_run_end_encoded(kind):
@@ -39,7 +45,7 @@ def row_sizes(array: Any) -> Sizes:
         return sum(_largest(row_sizes(array.field(i))) for i in range(kind.num_fields))
     if pa.types.is_nested(kind):
         return _list_sizes(array)
-    if _is_text(kind):
+    if any(is_kind(kind) for is_kind in TEXT_KINDS):
         return VALUE_BYTES + _numbers(pc.call_function("binary_length", [array]).fill_null(0))
     if kind in (pa.string_view(), pa.binary_view()):
         # A view has 16 bytes; the first four are the length.
@@ -65,24 +71,8 @@ def _list_sizes(array: Any) -> Sizes:
     return _summed(row_sizes(array.values), array.offsets)
 
 
-def _is_text(kind: pa.DataType) -> bool:
-    return any(
-        is_kind(kind)
-        for is_kind in (
-            pa.types.is_string,
-            pa.types.is_binary,
-            pa.types.is_large_string,
-            pa.types.is_large_binary,
-        )
-    )
-
-
 def _numbers(array: Any) -> np.ndarray:
     return array.to_numpy(zero_copy_only=False).astype(np.int64)
-
-
-def _taken(sizes: Sizes, indices: Any) -> Sizes:
-    return sizes if isinstance(sizes, int) else sizes[_numbers(indices.fill_null(0))]
 
 
 def _summed(sizes: Sizes, offsets: Any) -> Sizes:
