@@ -57,7 +57,6 @@ class LoraScaling:
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, self.scaling)
 
 

@@ -90,26 +90,6 @@ def _sigmoid(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor
     return _bradley_terry(logits_D, config)
 
 
-def _hinge(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """Hinge loss of SLiC-HF (arXiv 2305.10425) on DPO margins."""
-    return torch.relu(1 - config.beta * _margin(inputs))
-
-
-def _ipo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """IPO (equation 17 of arXiv 2310.12036); `beta` is its tau."""
-    return (_margin(inputs) - 1 / (2 * config.beta)) ** 2
-
-
-def _simpo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """SimPO (equation 6 of arXiv 2405.14734)."""
-    return _bradley_terry(config.beta * _margin(inputs) - config.simpo_gamma, config)
-
-
-def _cpo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """CPO (equation 4 of arXiv 2401.08417), without its cross-entropy term."""
-    return _bradley_terry(config.beta * _margin(inputs), config)
-
-
 def _dpop(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
     """DPO-Positive (equation 3 of arXiv 2402.13228)."""
     lost_D = config.dpop_lambda * torch.relu(-inputs.ratios_DA[:, 0])
@@ -174,15 +154,21 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 LOSSES: Mapping[LossType, PreferenceLossFn] = {
     "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    # SLiC-HF (arXiv 2305.10425) on DPO margins.
+    "hinge": lambda inputs, config: torch.relu(1 - config.beta * _margin(inputs)),
+    # IPO (equation 17 of arXiv 2310.12036); `beta` is its tau.
+    "ipo": lambda inputs, config: (_margin(inputs) - 1 / (2 * config.beta)) ** 2,
     "kto_pair": _kto_pair,
     "kto": _kto,
     "sppo_hard": _sppo_hard,
     "nca_pair": _nca_pair,
     "dpop": _dpop,
-    "simpo": _simpo,
-    "cpo": _cpo,
+    # SimPO (equation 6 of arXiv 2405.14734).
+    "simpo": lambda inputs, config: _bradley_terry(
+        config.beta * _margin(inputs) - config.simpo_gamma, config
+    ),
+    # CPO (equation 4 of arXiv 2401.08417), without its cross-entropy term.
+    "cpo": lambda inputs, config: _bradley_terry(config.beta * _margin(inputs), config),
     "or": _odds,
     "orpo": _odds,
 }

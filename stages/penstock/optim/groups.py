@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -65,8 +66,6 @@ def with_part_lrs(
     multiplier: LrMultiplierFn, part: Callable[[str], str], ratios: Mapping[str, float]
 ) -> LrMultiplierFn:
     """`multiplier`, but the ratio of its part for parameters of a part in `ratios`."""
-    if not ratios:
-        return multiplier
     return lambda name: ratios[part(name)] if part(name) in ratios else multiplier(name)
 
 
@@ -121,7 +120,5 @@ def parameter_groups(
             RATE: rate,
             MATRICES: is_matrix,
         }
-        for (is_matrix, rate, is_exempt), parameters in sorted(
-            groups.items(), key=lambda item: item[0]
-        )
+        for (is_matrix, rate, is_exempt), parameters in sorted(groups.items(), key=itemgetter(0))
     ]

@@ -35,13 +35,8 @@ TRIAL_LR = 1e-3
 
 def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
     """Factory (params, lr) -> optimizer for the class named in `train.optimizer`, with
-    `train.optimizer_kwargs`.
-
-    Raises:
-        ConfigError: there is no such optimizer, it is not supported, or it does not accept the
-            arguments.
-        CapabilityError: its package is not installed.
-    """
+    `train.optimizer_kwargs`. Raises ConfigError if there is no such optimizer, it is not supported,
+    or it does not accept the arguments; CapabilityError if its package is not installed."""
     name, kwargs = optim.optimizer, optim.optimizer_kwargs
     optimizer_class = _resolve_class(name) if "." in name else OPTIMIZERS.load(name)
     parameters = inspect.signature(optimizer_class).parameters
@@ -100,16 +95,12 @@ def _resolve_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     if not is_optimizer or attribute is torch.optim.Optimizer:
         optimizer_names = [
             other_name
-            for other_name, optimizer_class in vars(module).items()
-            if isinstance(optimizer_class, type)
-            and issubclass(optimizer_class, torch.optim.Optimizer)
+            for other_name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         ]
         near = get_close_matches(leaf, optimizer_names, 1)
-        hint = (
-            f"Did you mean {package}.{near[0]}?"
-            if near
-            else f"It has {', '.join(optimizer_names)}."
-        )
+        hint = f"Did you mean {package}.{near[0]}?" if near else ""
+        hint = hint or f"It has {', '.join(optimizer_names)}."
         raise ConfigError(
             f"train.optimizer is {name}, and {package} has no such optimizer.\n  {hint}"
         )

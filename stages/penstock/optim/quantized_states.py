@@ -38,11 +38,8 @@ class Compressed(NamedTuple):
 
 
 def quantize_states(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
-    """Quantize values of any shape, in fp32 on their device.
-
-    Second moments must be at least 0. A block with a non-finite value dequantizes to non-finite
-    values.
-    """
+    """Quantize values of any shape, in fp32 on their device. Second moments must be at least 0. A
+    block with a non-finite value dequantizes to non-finite values."""
     parts = values.detach().reshape(-1).split(CHUNK)
     codes, scales = zip(*(_quantize(part, moment, form) for part in parts), strict=True)
     return Compressed(torch.cat(codes), torch.cat(scales))

@@ -70,10 +70,8 @@ the two may be moved together.
 def write_folders(
     checkpoint: Path, origin: ModelSource, form: ExportFormat, out: Path
 ) -> dict[str, Any]:
-    """Write all folders, keeping files that an earlier attempt finished, and return facts.
-
-    Raises ArtifactError if the checkpoint is incomplete or of another model.
-    """
+    """Write all folders, keeping files that an earlier attempt finished, and return facts. Raises
+    ArtifactError if the checkpoint is incomplete or of another model."""
     reader = CheckpointReader(checkpoint)
     config_path = origin.config_path
     if origin.config.pin["kind"] != "builtin":

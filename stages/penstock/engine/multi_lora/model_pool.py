@@ -50,7 +50,6 @@ class LoraSpec:
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, "rank")
 
     def adapts(self, layer: str) -> bool:
@@ -58,7 +57,6 @@ class LoraSpec:
         return (kind := layer_kind(layer)) is None or kind in self.kinds
 
     def trains(self, local_param: LocalParam) -> bool:
-        """Whether this LoRA factor is trained."""
         factor = parse_lora_name(local_param.name)
         assert factor is not None, f"{local_param.name} is no part of an adapter"
         return self.adapts(factor.module)
@@ -108,7 +106,6 @@ class ModelPool:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of layers with adapters."""
         return frozenset(kind for kind in map(layer_kind, self.substrate.adapted) if kind)
 
     def get(self, name: str) -> TenantModel:
@@ -120,12 +117,9 @@ class ModelPool:
     def open(
         self, name: str, adapter: LoraSpec | None, optimizer: Mapping[str, Any]
     ) -> TenantModel:
-        """Open a new model and load it. `optimizer` are settings of the train section.
-
-        Raises:
-            ConfigError: the name is taken, the adapter or the settings are invalid, or another
-                model uses full fine-tuning.
-        """
+        """Open a new model and load it. `optimizer` are settings of the train section. Raises
+        ConfigError if the name is taken, the adapter or the settings are invalid, or another model
+        uses full fine-tuning."""
         self._require_room(name)
         run = override_optimizer(self.substrate.run, optimizer)
         trainable = self.substrate.trainable
@@ -236,7 +230,6 @@ class ModelPool:
         resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
     def load_base(self) -> None:
-        """Load the base model without an adapter."""
         self.deactivate()
         factors = self.substrate.factors
         zeros = [torch.zeros_like(local(factor.parameter.detach())) for factor in factors]
@@ -255,7 +248,6 @@ class ModelPool:
         return self.substrate.trainable if shared else self.substrate.params
 
     def _init_adapter(self, adapter: LoraSpec) -> list[torch.Tensor]:
-        """This rank's shards of a new adapter's tensors."""
         weights: list[torch.Tensor] = []
         for param in self.substrate.trainable:
             shard = torch.zeros_like(local(param.parameter.detach()))

@@ -68,7 +68,6 @@ class Box:
         return self.sizes[0] * self.sizes[1]
 
     def within(self, whole_NK: torch.Tensor) -> torch.Tensor:
-        """The view of this box in the full matrix."""
         rows, columns = self.offsets
         return whole_NK[rows : rows + self.sizes[0], columns : columns + self.sizes[1]]
 

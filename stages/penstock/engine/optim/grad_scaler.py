@@ -49,7 +49,6 @@ class GradScaler(StepPart):
         return self.scale >= MIN_SCALE
 
     def after_update(self, step: StepState) -> None:
-        """Record a step with finite gradients."""
         del step
         self.quiet += 1
         if self.quiet == GROWTH_INTERVAL:

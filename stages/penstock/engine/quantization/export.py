@@ -109,11 +109,8 @@ class Quantizer:
 
 
 def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantizer:
-    """The quantizer for export of the family's model.
-
-    Raises:
-        CapabilityError: the format does not support it.
-    """
+    """The quantizer for export of the family's model. Raises CapabilityError if the format does not
+    support it."""
     if names.multimodal:
         raise CapabilityError(
             f"export.quantise: {family.model_type} is multimodal, and only text models are "

@@ -43,10 +43,8 @@ class QuantNoise:
 
 
 def add_noise(model: CausalLM, pieces: Mapping[str, tuple[TensorShard, ...]], alpha: float) -> None:
-    """Register noise on every quantized matrix of a model, or of a part of one; in place.
-
-    `pieces` are the shards of its parameters on this rank, before FSDP.
-    """
+    """Register noise on every quantized matrix of a model, or of a part of one; in place. `pieces`
+    are the shards of its parameters on this rank, before FSDP."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedMatrix):
             codes = pieces[f"{name}.codes"]
