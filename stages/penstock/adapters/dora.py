@@ -13,10 +13,8 @@ import torch
 from penstock.adapters.weight_delta import LoraDelta
 
 Normed = Literal["plain", "dora"]
-"""Whether adapted weights have DoRA magnitudes."""
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of fp32 weight rows that are computed at a time."""
 
 Rows = Callable[[int, int], torch.Tensor]
 """Returns the rows [start, end) of a weight."""

@@ -45,13 +45,10 @@ class LoraSpec:
     """See `targets.select_layers`; None: the family's default targets."""
     seed: int = 0
     dropout: float = 0.0
-    """Dropout probability of an adapter's input."""
     experts: ExpertSharing = "each"
-    """Which LoRA parameters the experts of a layer share."""
     scaling: Scaling = "rank"
     normed: Normed = "plain"
     bias: Bias = "none"
-    """Which biases of the base model are trained as well."""
     skip_missing: bool = False
     """Whether targets may name no layer of the model."""
 

@@ -33,7 +33,6 @@ class TargetLayer:
     name: str
     """Name in the checkpoint; `*` stands for an expert's number."""
     native: str
-    """Name in the model."""
     outputs: int
     inputs: int
     experts: int = 0

@@ -50,7 +50,6 @@ class Loss:
     """Cross-entropy options and implementation."""
 
     terms: LossOptions = PLAIN
-    """Options such as label smoothing, z-loss and logit soft cap."""
     mode: Mode = "chunked"
     chunk: int | None = None
     """Tokens per chunk of logits; None: chosen for speed."""
@@ -78,7 +77,6 @@ class Loss:
 
 
 CROSS_ENTROPY = Loss()
-"""Plain cross-entropy with the default implementation."""
 
 
 def sum_cross_entropy(

@@ -21,11 +21,10 @@ class LossInputs:
 
     factors_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Factor of each token's loss; 0 masks the token."""
+    # Log-probabilities of the policy that sampled the tokens, and of the reference model.
     logprobs_T: torch.Tensor  # noqa: N815
-    """Log-probabilities of the behavior policy, which sampled the tokens."""
     advantages_T: torch.Tensor  # noqa: N815
     reference_T: torch.Tensor  # noqa: N815
-    """Log-probabilities of the reference model, for the KL penalty."""
     low_T: torch.Tensor  # noqa: N815
     high_T: torch.Tensor  # noqa: N815
     """Clip range of the ratio: lower bound `low_T`, upper bound `high_T`."""

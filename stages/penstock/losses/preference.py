@@ -27,13 +27,11 @@ class PreferenceInputs:
     baseline_A: torch.Tensor | None = None  # noqa: N815
     """KL baseline: `kl_baseline` over all samples of the step."""
     desirable_D: torch.Tensor | None = None  # noqa: N815
-    """KTO: whether a sample's completion is desirable."""
     score_gap_D: torch.Tensor | None = None  # noqa: N815
     """Chosen score minus rejected score, if completions have scores."""
 
 
 PreferenceLossFn = Callable[[PreferenceInputs, PreferenceConfig], torch.Tensor]
-"""Returns the loss of each sample, [D]."""
 
 
 def preference_losses(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:

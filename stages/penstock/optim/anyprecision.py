@@ -40,11 +40,9 @@ class StatePrecision:
 
     states: torch.dtype = torch.float32
     lost: Literal["forgotten", "kept"] = "forgotten"
-    """Whether the rounding error of bfloat16 weights is stored (Kahan summation)."""
     rounding: Rounding | None = None
     """Stochastic rounding; None: round to nearest."""
     local: Callable[[torch.Tensor], torch.Tensor] = identity
-    """Returns the local shard of a parameter, gradient or state."""
 
 
 class AnyPrecisionAdamW(torch.optim.Optimizer):

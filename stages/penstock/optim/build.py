@@ -17,7 +17,6 @@ from penstock.optim.novograd import NovoGrad, Tensors, UnshardedTensors
 from penstock.optim.optimizer_by_name import named_optimizer
 
 EXACT = StatePrecision()
-"""float32 optimizer states, weights in their own dtype."""
 
 
 def build_optimizer(

@@ -26,7 +26,6 @@ EMBEDDING_ADAPTER = ".embed_tokens."
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 LrMultiplierFn = Callable[[str], float]
-"""Parameter name -> multiplier of the learning rate."""
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -79,9 +78,7 @@ class Grouping:
     lora_plus_ratio: float = 1.0
     lr_multiplier: LrMultiplierFn = constant_multiplier
     matrices: Container[str] = field(default_factory=frozenset[str])
-    """Names of the parameters that Muon updates."""
     muon_lr_multiplier: float = 1.0
-    """Learning rate multiplier of Muon matrices."""
 
 
 def parameter_groups(

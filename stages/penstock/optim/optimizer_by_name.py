@@ -15,22 +15,18 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.extensions import OPTIMIZERS
 
 BUILTIN = {"Muon": "muon"}
-"""torch.optim classes with a sharded implementation here."""
 UNSUPPORTED = {
     "LBFGS": "computes the loss several times in a step",
     "SparseAdam": "supports only sparse gradients",
 }
-"""Unsupported optimizers, with the reason."""
 RESERVED_ARGUMENTS = {
     "lr": "It is set by train.lr.",
     "weight_decay": "It is set by train.weight_decay.",
     "params": "They are the model's parameters.",
     "differentiable": "No gradient goes through a step here.",
 }
-"""Arguments that `optimizer_kwargs` must not contain, with the reason."""
 
 TRIAL_LR = 1e-3
-"""Learning rate for the trial construction that validates the arguments."""
 
 
 def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:

@@ -16,7 +16,6 @@ Form = Literal["int8", "int4"]
 Moment = Literal["first", "second"]
 
 MOMENTS: Mapping[str, Moment] = {"exp_avg": "first", "exp_avg_sq": "second"}
-"""AdamW state names."""
 
 BLOCK = 128
 """Values per scale. Even, so that a block of 4-bit codes is whole bytes."""
@@ -24,8 +23,8 @@ BLOCK = 128
 CHUNK = BLOCK << 17
 """Values processed at a time, so that a few fp32 temporaries take less than a large matrix."""
 
+# The highest code.
 LEVELS: Mapping[Form, int] = {"int8": 255, "int4": 15}
-"""Highest code."""
 
 
 class Compressed(NamedTuple):

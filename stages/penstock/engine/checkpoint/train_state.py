@@ -51,7 +51,6 @@ class TrainState:
     states: Literal["saved", "left out"] = "saved"
     """Whether optimizer states are saved; those in a checkpoint are always read."""
     pre_update_hooks: PreUpdateHooks = field(default_factory=PreUpdateHooks)
-    """The hooks called before any of it is modified."""
     rounded_to: torch.dtype | None = None
     """The dtype in which weights are saved, but those with ids in `exact`; None: their own."""
     exact: Set[int] = frozenset()

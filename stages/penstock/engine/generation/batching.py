@@ -33,7 +33,6 @@ class Limits:
     prefill_tokens: int
     """Prompt tokens in one pass; one prompt is always admitted."""
     pad_to_multiple_of: int
-    """The padding multiple of a pass."""
     state_tokens: int = 0
     """How many tokens' keys and values are as large as the states of a sequence."""
 

@@ -19,7 +19,6 @@ from penstock_kernels.to_device import to_device
 STATES = "states of the current layer"
 
 ALLOCATION_STEP = 64
-"""Rows are allocated in multiples of so many tokens."""
 
 
 GatherTokens = Callable[[torch.Tensor], torch.Tensor]

@@ -80,7 +80,6 @@ class DecodingSequence:
     prompt_index: int
     prompt: Prompt
     sample: int
-    """The index among the completions of its prompt."""
     max_tokens: int
     seed: int
     tokens: list[int] = field(default_factory=list)

@@ -30,7 +30,6 @@ UNKNOWN = "Unexpected keyword arguments"
 """PEFT's warning for entries of adapter_config.json that it does not know."""
 
 LONGEST = 400
-"""Characters of another library's error."""
 
 
 class NotVerifiedError(Exception):

@@ -91,7 +91,6 @@ class ModelStore:
 
     residents: ModelPool
     base_model: str
-    """The name of the base model."""
     tokenizer: TokenizerFiles
     group: dist.ProcessGroup
     """A gloo group of all ranks used for nothing else."""

@@ -26,9 +26,7 @@ class GradScaler(StepPart):
 
     scale: float
     quiet: int = 0
-    """Steps since the last change."""
     params: Sequence[LocalParam] = field(default=(), repr=False)
-    """The trainable parameters."""
 
     def before_forward(self, step: StepState) -> None:
         step.scale = self.scale

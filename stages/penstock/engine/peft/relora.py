@@ -37,13 +37,11 @@ class ReLoRA(StepPart):
 
     parts: Sequence[nn.Module]
     params: Sequence[LocalParam]
-    """Every parameter of the parts."""
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
     requantizer: MergeIntoQuantized | None
     """None if no weight is quantized."""
     interval: int
-    """Steps between merges."""
     seed: int
     states: Literal["kept", "forgotten"]
     """What to do with the optimizer states of the adapters."""

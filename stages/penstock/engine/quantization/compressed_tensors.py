@@ -34,7 +34,6 @@ class Scheme:
     format: str
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None
-    """How activations are quantized at serving time; None: not quantized."""
 
 
 SCHEMES: Mapping[str, Scheme] = {

@@ -40,9 +40,7 @@ class Quantizer:
     scheme: SchemeName
     format: Format
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of the quantized weights."""
     untouched: tuple[str, ...]
-    """The linear layers that are not quantized."""
     _largest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     @property

@@ -28,7 +28,6 @@ class QuantNoise:
     codes: Sequence[TensorShard]
     """The shards of the codes, before FSDP."""
     first_column: int
-    """The first column of the shard."""
 
     def __call__(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The function that adds this step's noise to the weight of `value`; None without noise."""

@@ -59,7 +59,6 @@ NAMES: Mapping[QuantMethod, Names] = {
 }
 
 PACKED = "_packed"
-"""The suffix of a weight that compressed-tensors packs."""
 
 
 @dataclass(frozen=True)
