@@ -36,7 +36,6 @@ class AddLowRank(torch.autograd.Function):
     def forward(
         ctx: Any, y: torch.Tensor, scale: float, columns: Columns, *factors: torch.Tensor
     ) -> torch.Tensor:
-        """y, modified in place."""
         ctx.mark_dirty(y)
         ctx.scale, ctx.columns = scale, columns
         ctx.save_for_backward(*factors)
@@ -48,7 +47,6 @@ class AddLowRank(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, dy: torch.Tensor) -> tuple[Any, ...]:
-        """The gradient of y is that of the result."""
         factors, gradients = ctx.saved_tensors, []
         dy_TN = dy.reshape(-1, dy.shape[-1])
         for (first, width), down, up in zip(ctx.columns, factors[::2], factors[1::2], strict=True):

@@ -13,10 +13,8 @@ import torch
 from penstock.adapters.weight_delta import LoraDelta
 
 Normed = Literal["plain", "dora"]
-"""Whether adapted weights have DoRA magnitudes."""
 
 CHUNK_BYTES = 32 << 20
-"""Bytes of fp32 weight rows that are computed at a time."""
 
 Rows = Callable[[int, int], torch.Tensor]
 """Returns the rows [start, end) of a weight."""
@@ -26,9 +24,9 @@ SumSquares = Callable[[torch.Tensor], torch.Tensor]
 all-reduce under tensor parallelism)."""
 
 
-def no_reduce(squares: torch.Tensor) -> torch.Tensor:
-    """The `SumSquares` for rows and columns that are not sharded."""
-    return squares
+def no_reduce(tensor: torch.Tensor) -> torch.Tensor:
+    """The hook, such as `SumSquares`, of what is not sharded."""
+    return tensor
 
 
 @torch.no_grad()
@@ -62,9 +60,6 @@ def _rows_per_chunk(columns: int) -> int:
 
 
 def dora_scale(magnitude: torch.Tensor, norms: torch.Tensor) -> torch.Tensor:
-    """The factor `magnitude / norm` of each row or column.
-
-    Norms are cast to the dtype of the magnitudes, so that magnitudes initialized from the norms
-    give exactly 1.
-    """
+    """The factor `magnitude / norm` of each row or column. Norms are cast to the dtype of the
+    magnitudes, so that magnitudes initialized from the norms give exactly 1."""
     return magnitude / norms.to(magnitude.dtype)

@@ -45,19 +45,15 @@ class LoraSpec:
     """See `targets.select_layers`; None: the family's default targets."""
     seed: int = 0
     dropout: float = 0.0
-    """Dropout probability of an adapter's input."""
     experts: ExpertSharing = "each"
-    """Which LoRA parameters the experts of a layer share."""
     scaling: Scaling = "rank"
     normed: Normed = "plain"
     bias: Bias = "none"
-    """Which biases of the base model are trained as well."""
     skip_missing: bool = False
     """Whether targets may name no layer of the model."""
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, self.scaling)
 
 
@@ -99,7 +95,9 @@ def inject(
     model.requires_grad_(False)
     layers = targetable_layers(model)
     natives = list(dict.fromkeys(layers[hf] for hf in chosen if hf in layers))
-    for name, mixture in _moe_layers(model):
+    for name, mixture in [*model.named_modules()]:
+        if not isinstance(mixture, MoE):
+            continue
         matrices: list[Matrix] = [
             matrix for matrix in mixture.experts.matrices if f"{name}.experts.{matrix}" in natives
         ]
@@ -128,7 +126,6 @@ def inject(
 
 
 def _adapt_stacked(model: AutoCausalLM, natives: Sequence[str], spec: LoraSpec) -> None:
-    """Add adapters to the stacked experts of a transformers model."""
     matrices: dict[str, list[Matrix]] = {}
     for native in natives:
         if native in model.config.outline.stacked:
@@ -155,7 +152,6 @@ def whole_model(model: CausalLM, vision: VisionTower | None = None) -> CausalLM:
 def _wrap_with_lora(
     model: CausalLM, native: str, chosen: Sequence[str], spec: LoraSpec
 ) -> nn.Module:
-    """The module with LoRA added."""
     base = model.get_submodule(native)
     if isinstance(base, nn.Embedding):
         return LoraEmbedding(base, rank=spec.rank, scale=spec.scale, normed=spec.normed)
@@ -171,8 +167,3 @@ def _wrap_with_lora(
         dropout={part: Dropout(spec.dropout, hf) for part, hf in adapted.items()},
         normed=spec.normed,
     )
-
-
-def _moe_layers(model: CausalLM) -> list[tuple[str, MoE]]:
-    named = model.named_modules()
-    return [(name, module) for name, module in named if isinstance(module, MoE)]

@@ -78,19 +78,17 @@ class LoraLinear(nn.Linear, LinearTerms):
             columns = [(self.first_row(part), self.parts[part]) for part in deltas]
             factors = [tensor for pair in deltas.values() for tensor in pair]
             return AddLowRank.apply(y, self.scale, columns, *factors)
-        outputs = [
-            self._add_scaled(rows, *deltas[part]).to(y.dtype) if part in deltas else rows
-            for part, rows in self._split_by_part(y)
-        ]
+        outputs: list[torch.Tensor] = []
+        for part, rows in self._split_by_part(y):
+            if part in deltas:
+                product = F.linear(*deltas[part])
+                # Inductor of PyTorch 2.13 drops alpha where it makes one `addmm` of both.
+                if torch.compiler.is_compiling():
+                    rows = rows + self.scale * product
+                else:
+                    rows = torch.add(rows, product, alpha=self.scale)
+            outputs.append(rows.to(y.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
-
-    def _add_scaled(self, rows: torch.Tensor, down: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-        """`rows + s down B^T`, of one part."""
-        product = F.linear(down, up)
-        if torch.compiler.is_compiling():
-            # Inductor of PyTorch 2.13 drops alpha where it makes one `addmm` of both.
-            return rows + self.scale * product
-        return torch.add(rows, product, alpha=self.scale)
 
     def products(self, x: torch.Tensor) -> list[WeightedRows] | None:
         """The terms of the weight and of B, for a layer with one part and without bias and
@@ -119,20 +117,14 @@ class LoraLinear(nn.Linear, LinearTerms):
             return [(by, [(x, self.weight), more])]
         return [(None, [(x, self.weight)]), (by - 1, [(dropped, self.weight)]), (by, [more])]
 
-    def _lora_delta(self, x: torch.Tensor, part: str) -> torch.Tensor:
-        """B A x, in the dtype of A and B unless autocast is on: fp32 LoRA parameters beside a bf16
-        weight keep their precision."""
-        return F.linear(self._lora_down(x, part), self.lora_B[part])
-
     def _low_rank_factors(self, x: torch.Tensor) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
         """A dropout(x) [T, r] and B [out, r] of each adapted part, in one dtype under autocast."""
         dropped = {part: self.lora_dropout[part](x) for part in self.lora_A}
         if len(dropped) > 1 and all(dropped_x is x for dropped_x in dropped.values()):
             # One matmul for all parts: each would have a gradient of x, and autograd add them.
             stacked = torch.cat([*self.lora_A.values()])
-            downs = dict(
-                zip(dropped, self._down(x, stacked).chunk(len(dropped), dim=-1), strict=True)
-            )
+            parts = self._down(x, stacked).chunk(len(dropped), dim=-1)
+            downs = dict(zip(dropped, parts, strict=True))
         else:
             downs = {part: self._down(dropped[part], a) for part, a in self.lora_A.items()}
         return {part: (down, self.lora_B[part].to(down.dtype)) for part, down in downs.items()}
@@ -156,7 +148,6 @@ class LoraLinear(nn.Linear, LinearTerms):
 
     @torch.no_grad()
     def init_magnitudes(self) -> None:
-        """Initialize the DoRA magnitudes, if any, with the current norms."""
         for part, magnitude in self.lora_magnitude.items():
             magnitude.copy_(self._norms(part))
 
@@ -170,12 +161,11 @@ class LoraLinear(nn.Linear, LinearTerms):
         return row_norms(rows, LoraDelta(b, a, self.scale), self.sum_squares)
 
     def _dora_output(self, x: torch.Tensor, part: str, y: torch.Tensor) -> torch.Tensor:
-        """The DoRA output of a part with base output `y`.
-
-        As in PEFT, dropout applies to everything except the base output.
-        """
+        # As in PEFT, dropout applies to everything except the base output `y`.
         by = dora_scale(self.lora_magnitude[part], self._norms(part))
-        more = self._lora_delta(x, part) * self.scale
+        # In the dtype of A and B unless autocast is on: fp32 parameters beside a bf16 weight keep
+        # their precision.
+        more = F.linear(self._lora_down(x, part), self.lora_B[part]) * self.scale
         dropped = self.lora_dropout[part](x)
         if dropped is x:
             return (by * (y + more.to(y.dtype))).to(y.dtype)
@@ -184,7 +174,6 @@ class LoraLinear(nn.Linear, LinearTerms):
         return (y + (by - 1) * F.linear(dropped, weight) + by * more).to(y.dtype)
 
     def first_row(self, part: str) -> int:
-        """The first row of a part in the weight."""
         names = list(self.parts)
         return sum(self.parts[name] for name in names[: names.index(part)])
 
@@ -199,6 +188,7 @@ def empty_lora_params(
     shapes: Mapping[str, tuple[int, ...]], device: torch.device
 ) -> nn.ParameterDict:
     """Uninitialized fp32 parameters by part."""
+    # Of a dict, ParameterDict sorts the names.
     return nn.ParameterDict(
         {
             part: nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))

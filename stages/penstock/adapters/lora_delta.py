@@ -37,13 +37,10 @@ def iter_adapted_weights(model: nn.Module, gather: GatherFn) -> Iterator[LoraWei
     """The adapted weights, in the model's order. DoRA magnitudes are not included."""
     for name, module in model.named_modules():
         if isinstance(module, LoraLinear):
-            products = [
-                (
-                    module.first_row(part),
-                    LoraDelta(gather(module.lora_B[part]), gather(a), module.scale),
-                )
-                for part, a in module.lora_A.items()
-            ]
+            products: list[tuple[int, LoraDelta]] = []
+            for part, a in module.lora_A.items():
+                delta = LoraDelta(gather(module.lora_B[part]), gather(a), module.scale)
+                products.append((module.first_row(part), delta))
             yield LoraWeight(module.weight, products)
         elif isinstance(module, LoraEmbedding):
             a, b = gather(module.lora_A[PART]), gather(module.lora_B[PART])
@@ -55,28 +52,18 @@ def iter_adapted_weights(model: nn.Module, gather: GatherFn) -> Iterator[LoraWei
         elif isinstance(module, StackedAdapter):
             experts = model.get_submodule(name.removesuffix(f".{ADAPTER}"))
             for matrix in module.lora_A:
-                products = _stacked_deltas(module, matrix, gather)
+                b_ENr, a_ErK = gather(module.lora_B[matrix]), gather(module.lora_A[matrix])
+                products = []
+                for expert, (b, a) in enumerate(zip(b_ENr, a_ErK, strict=True)):
+                    product = LoraDelta(b, a, module.scale)
+                    product = product.transpose() if module.is_transposed else product
+                    products.append((expert * product.shape[0], product))
                 yield LoraWeight(experts.get_parameter(matrix), products)
 
 
-def _stacked_deltas(
-    adapter: StackedAdapter, matrix: str, gather: GatherFn
-) -> list[tuple[int, LoraDelta]]:
-    """The deltas of a tensor of stacked experts."""
-    factors = zip(gather(adapter.lora_B[matrix]), gather(adapter.lora_A[matrix]), strict=True)
-    products = [LoraDelta(b, a, adapter.scale) for b, a in factors]
-    if adapter.is_transposed:
-        products = [product.transpose() for product in products]
-    return [(number * product.shape[0], product) for number, product in enumerate(products)]
-
-
 def _expert_deltas(
-    experts: Experts,
-    adapter: ExpertAdapter,
-    name: Stack,
-    gather: GatherFn,
+    experts: Experts, adapter: ExpertAdapter, name: Stack, gather: GatherFn
 ) -> list[tuple[int, LoraDelta]]:
-    """The deltas of one of the two tensors of the experts."""
     is_quantized = isinstance(getattr(experts, name), QuantizedMatrix)
     is_transposed = experts.is_transposed and not is_quantized
     within: list[Matrix] = [
@@ -88,14 +75,12 @@ def _expert_deltas(
         a, b = adapter.factor("lora_A", matrix), adapter.factor("lora_B", matrix)
         if a is None or b is None:
             continue
-        a_ErK, b_ENr = (_expand_experts(gather(factor), experts.num_experts) for factor in (a, b))
+        # Experts may share one.
+        a_ErK, b_ENr = (
+            factor.expand(experts.num_experts, *factor.shape[-2:]) for factor in map(gather, (a, b))
+        )
         for expert in range(experts.num_experts):
             product = LoraDelta(b_ENr[expert], a_ErK[expert], adapter.scale)
             start = expert * sum(heights) + sum(heights[:number])
             deltas.append((start, product.transpose() if is_transposed else product))
     return deltas
-
-
-def _expand_experts(factor: torch.Tensor, num_experts: int) -> torch.Tensor:
-    """[E, …], of a parameter that the experts may share."""
-    return factor.expand(num_experts, *factor.shape[-2:])

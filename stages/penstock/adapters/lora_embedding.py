@@ -37,7 +37,7 @@ class LoraEmbedding(nn.Embedding):
         self.requires_grad_(False)
         self.scale = scale
         self.lookup: LookUp = F.embedding
-        self.reduce_output: Callable[[torch.Tensor], torch.Tensor] = _identity
+        self.reduce_output: Callable[[torch.Tensor], torch.Tensor] = no_reduce
         self.sum_squares: SumSquares = no_reduce
         device = base.weight.device
         self.lora_A = empty_lora_params({PART: (rank, base.num_embeddings)}, device)
@@ -46,7 +46,6 @@ class LoraEmbedding(nn.Embedding):
         self.lora_magnitude = empty_lora_params(norms, device)
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
-        """Embeddings [T, D] in the table's dtype."""
         x_TD = self.lookup(input, self.weight)
         more_TD = F.linear(self.lookup(input, self.lora_A[PART].T), self.lora_B[PART]) * self.scale
         if PART in self.lora_magnitude:
@@ -56,14 +55,9 @@ class LoraEmbedding(nn.Embedding):
 
     @torch.no_grad()
     def init_magnitudes(self) -> None:
-        """Initialize the DoRA magnitudes, if any, with the current norms."""
         for magnitude in self.lora_magnitude.values():
             magnitude.copy_(self._norms())
 
     def _norms(self) -> torch.Tensor:
         a, b = (factors[PART].detach().float() for factors in (self.lora_A, self.lora_B))
         return column_norms(self.weight, LoraDelta(a.T, b.T, self.scale), self.sum_squares)
-
-
-def _identity(x_TD: torch.Tensor) -> torch.Tensor:
-    return x_TD

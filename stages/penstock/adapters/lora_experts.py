@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from penstock.adapters.lora import empty_lora_params
 from penstock.adapters.names import ADAPTER, EACH, EXPERTS, Side
 from penstock.models.causal_lm import CausalLM
 from penstock.models.layers.dropout import RowDropout
@@ -40,8 +41,11 @@ class ExpertLoraParams(nn.Module):
 
     def __init__(self, shapes: Shapes, device: torch.device) -> None:
         super().__init__()
-        self.lora_A = _empty_params(shapes, "lora_A", device)
-        self.lora_B = _empty_params(shapes, "lora_B", device)
+        by_side: dict[Side, dict[str, tuple[int, ...]]] = {"lora_A": {}, "lora_B": {}}
+        for (side, matrix), shape in shapes.items():
+            by_side[side][matrix] = shape
+        self.lora_A = empty_lora_params(by_side["lora_A"], device)
+        self.lora_B = empty_lora_params(by_side["lora_B"], device)
 
     def get(self, side: Side, matrix: Matrix) -> nn.Parameter | None:
         """The parameter, or None if it is not one of these."""
@@ -102,7 +106,6 @@ class ExpertAdapter(ExpertLoraParams):
         return self.multiply(x_RK, factor, counts_E)
 
     def extra_repr(self) -> str:
-        """What `print(model)` shows."""
         return f"scale={self.scale}"
 
 
@@ -137,10 +140,7 @@ def adapt_experts(
     shared: dict[tuple[Side, Matrix], tuple[int, ...]] = {}
     for matrix in matrices:
         outputs, inputs = experts.matrices[matrix]
-        sides: dict[Side, tuple[int, int]] = {
-            "lora_A": (rank, inputs),
-            "lora_B": (outputs, rank),
-        }
+        sides: dict[Side, tuple[int, int]] = {"lora_A": (rank, inputs), "lora_B": (outputs, rank)}
         for side, shape in sides.items():
             if is_shared(form, side, matrix):
                 shared[side, matrix] = shape
@@ -161,13 +161,3 @@ def adapt_experts(
         dropout=dropout,
     )
     experts.row_dropout = dropout
-
-
-def _empty_params(shapes: Shapes, side: Side, device: torch.device) -> nn.ParameterDict:
-    return nn.ParameterDict(
-        {
-            matrix: nn.Parameter(torch.empty(shape, dtype=torch.float32, device=device))
-            for (its_side, matrix), shape in shapes.items()
-            if its_side == side
-        }
-    )

@@ -54,6 +54,7 @@ class StackedAdapter(ExpertAdapter):
         )
         experts.add_module(ADAPTER, self)
         if dropout is None:
+            # Methods, of which a copy of the model has its own.
             experts.register_forward_pre_hook(self._put_in_place)
             # Also if the call raises, by which checkpointing ends a recomputation early.
             experts.register_forward_hook(self._remove, always_call=True)
@@ -62,7 +63,6 @@ class StackedAdapter(ExpertAdapter):
             experts.forward = partial(self._call, experts, dropout)
 
     def adapted(self, matrix: str, weight: torch.Tensor) -> torch.Tensor:
-        """The sum of a tensor and its delta."""
         left, right = (factors[matrix].to(weight.dtype) for factors in (self.lora_B, self.lora_A))
         if self.is_transposed:
             left, right = right.mT, left.mT

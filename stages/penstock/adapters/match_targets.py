@@ -33,7 +33,6 @@ class TargetLayer:
     name: str
     """Name in the checkpoint; `*` stands for an expert's number."""
     native: str
-    """Name in the model."""
     outputs: int
     inputs: int
     experts: int = 0
@@ -113,8 +112,13 @@ def select_layer_names(
         elif not named:
             missing.append(target)
         chosen |= named
-    if missing and not (skip_missing and chosen):
-        faults += [_explain_mismatch(target, layers) for target in missing]
+    for target in missing if not (skip_missing and chosen) else ():
+        ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
+        near = get_close_matches(target, sorted(ends), n=1)
+        hint = f"; did you mean {near[0]}?" if near else ""
+        faults.append(
+            f"lora.lora_target_modules: {target!r} names no linear layer of this model{hint}"
+        )
     if faults or not chosen:
         faults = faults or ["lora.lora_target_modules is empty, so nothing would be trained"]
         last = sorted({hf.rpartition(".")[2] for hf in layers})
@@ -137,9 +141,10 @@ def require_layers(
     modules = {native.rpartition(".")[0] for native in names.native_names()}
     routers = sorted(module for module in modules if module.endswith(ROUTERS))
     is_tied = names.config.tie_word_embeddings
-    return select_layer_names(targets, layers, routers, is_tied=is_tied, skip_missing=skip_missing)[
-        1
-    ]
+    _, missing = select_layer_names(
+        targets, layers, routers, is_tied=is_tied, skip_missing=skip_missing
+    )
+    return missing
 
 
 def require_adaptable(config: DecoderConfig) -> None:
@@ -162,7 +167,10 @@ def _linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
     if isinstance(names, AutoWeightMap):
         for name, (outputs, inputs) in names.config.outline.linear.items():
             yield TargetLayer(name, name, outputs, inputs, of=f"{name}.weight")
-        yield from _stacked_layers(names)
+        for native, is_transposed in names.config.outline.stacked.items():
+            experts, *sides = names.native_shape(native)
+            outputs, inputs = reversed(sides) if is_transposed else sides
+            yield TargetLayer(stacked_layer(native), native, outputs, inputs, experts, native)
         return
     shapes = names.hf_shapes()
     for native in names.native_names():
@@ -177,13 +185,6 @@ def _linear_layers(names: WeightMap) -> Iterator[TargetLayer]:
                     outputs, inputs = shapes[tensor]
                     name = EMBEDDING if native == EMBEDDING_WEIGHT else tensor[: -len(".weight")]
                     yield TargetLayer(name, module, outputs, inputs, of=native)
-
-
-def _stacked_layers(names: AutoWeightMap) -> Iterator[TargetLayer]:
-    for native, is_transposed in names.config.outline.stacked.items():
-        experts, *sides = names.native_shape(native)
-        outputs, inputs = reversed(sides) if is_transposed else sides
-        yield TargetLayer(stacked_layer(native), native, outputs, inputs, experts, native)
 
 
 def stacked_layer(native: str) -> str:
@@ -226,10 +227,3 @@ def _explain_unadaptable(target: str, layers: Iterable[str], routers: Sequence[s
     if every != target and any(matches(every, hf) for hf in layers):
         return f"{prefix} names one expert, and all of a layer are adapted; write {every!r}"
     return None
-
-
-def _explain_mismatch(target: str, layers: Iterable[str]) -> str:
-    ends = {hf.split(".", cut)[-1] for hf in layers for cut in range(hf.count(".") + 1)}
-    near = get_close_matches(target, sorted(ends), n=1)
-    hint = f"; did you mean {near[0]}?" if near else ""
-    return f"lora.lora_target_modules: {target!r} names no linear layer of this model{hint}"

@@ -49,7 +49,6 @@ class LoraParamName(NamedTuple):
 
     @property
     def is_expert(self) -> bool:
-        """Whether it belongs to a layer's experts."""
         return self._mixture is not None
 
     @property

@@ -34,7 +34,6 @@ class AdaptedExperts:
     modules: Sequence[str]
     """Modules of experts with adapters, by transformers' names."""
     untouched: Sequence[str]
-    """Modules of experts without adapters."""
     fused: Sequence[str]
     """Fused tensors of a layer's experts that have one pair of LoRA matrices per expert."""
     is_representable: bool = True
@@ -57,7 +56,6 @@ class LoraScaling:
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, self.scaling)
 
 

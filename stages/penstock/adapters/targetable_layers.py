@@ -31,6 +31,7 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
     """
     targets_by_layer: dict[str, str] = {}
     outline = model.config.outline if isinstance(model, AutoCausalLM) else None
+    has_usual_name = model.config.names.embedding == EMBEDDING_WEIGHT
     for native, module in model.named_modules():
         if outline and outline.media and native not in outline.linear:
             continue  # of the vision part
@@ -38,18 +39,13 @@ def targetable_layers(model: CausalLM) -> dict[str, str]:
             targets_by_layer |= dict.fromkeys(checkpoint_layers(model, native), native)
         elif isinstance(module, Experts):
             targets_by_layer |= expert_layers(model, native, module)
-        elif isinstance(module, nn.Embedding) and _is_adaptable(model, native):
+        elif isinstance(module, nn.Embedding) and native == EMBEDDING and has_usual_name:
             targets_by_layer[native] = native
     if isinstance(model, AutoCausalLM):
         targets_by_layer |= {
             stacked_layer(native): native for native in model.config.outline.stacked
         }
     return targets_by_layer
-
-
-def _is_adaptable(model: CausalLM, embedding: str) -> bool:
-    """Whether this embedding can have an adapter: that of tokens, if it has its usual name."""
-    return embedding == EMBEDDING and model.config.names.embedding == EMBEDDING_WEIGHT
 
 
 def checkpoint_layers(model: CausalLM, native: str) -> dict[str, int]:
@@ -80,13 +76,9 @@ def weight_map(model: CausalLM) -> WeightMap:
 def select_layers(
     model: CausalLM, targets: Iterable[str], *, skip_missing: bool = False
 ) -> list[str]:
-    """The checkpoint names of the layers that any target selects, in the model's order.
-
-    Targets are matched by `match_targets.matches` against checkpoint names and native names.
-
-    Raises:
-        ConfigError: as `match_targets.select_layer_names`.
-    """
+    """The checkpoint names of the layers that any target selects, in the model's order. Targets are
+    matched by `match_targets.matches` against checkpoint names and native names. Raises ConfigError
+    as `match_targets.select_layer_names`."""
     layers = targetable_layers(model)
     routers = [name for name, module in model.named_modules() if isinstance(module, Router)]
     is_tied = model.config.tie_word_embeddings

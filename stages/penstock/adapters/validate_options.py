@@ -103,7 +103,6 @@ def _check_vision(chosen: Sequence[str], dropout: float, bias: "Bias") -> None:
 
 
 def _check_biases(chosen: Collection[str], names: WeightMap, bias: "Bias") -> None:
-    """Also for biases that the PEFT format cannot store."""
     natives = names.native_names()
     is_expert = [name for name in natives if name.endswith("_proj_bias")]
     if is_expert and bias == "all":

@@ -18,11 +18,9 @@ class LoraDelta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of the matrix that it is added to."""
         return self.left.shape[0], self.right.shape[1]
 
     def transpose(self) -> "LoraDelta":
-        """The delta of the transposed matrix."""
         return LoraDelta(self.right.T.contiguous(), self.left.T.contiguous(), self.scale)
 
     def add_to(self, weight: torch.Tensor, start: int) -> torch.Tensor:
@@ -51,7 +49,6 @@ class BatchedDelta:
 
     @property
     def shape(self) -> tuple[int, int]:
-        """The shape of all the matrices concatenated by rows."""
         rows, columns = self.products[0].shape
         return len(self.products) * rows, columns
 
@@ -81,7 +78,6 @@ class WeightDelta:
 
     @property
     def needs_all_rows(self) -> bool:
-        """Whether rows cannot be computed independently."""
         return self.magnitude is not None and self.of_columns
 
     def apply_to(self, weight: torch.Tensor, start: int = 0) -> torch.Tensor:

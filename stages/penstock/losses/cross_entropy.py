@@ -50,7 +50,6 @@ class Loss:
     """Cross-entropy options and implementation."""
 
     terms: LossOptions = PLAIN
-    """Options such as label smoothing, z-loss and logit soft cap."""
     mode: Mode = "chunked"
     chunk: int | None = None
     """Tokens per chunk of logits; None: chosen for speed."""
@@ -63,7 +62,6 @@ class Loss:
 
     @property
     def passes(self) -> Passes:
-        """Implementation of the passes over logits (loss and gradient)."""
         return "compiled" if self.mode == "compiled" else "auto"
 
     def of_logits(self, logits_CV: torch.Tensor, labels_C: torch.Tensor) -> torch.Tensor:
@@ -79,7 +77,6 @@ class Loss:
 
 
 CROSS_ENTROPY = Loss()
-"""Plain cross-entropy with the default implementation."""
 
 
 def sum_cross_entropy(
@@ -217,7 +214,6 @@ class _TrainedTokens:
             return linear_terms(self.head, hidden_SD)
 
     def losses_by_chunks(self, loss: Loss) -> Iterator[torch.Tensor]:
-        """Yield losses per token, one chunk [C] at a time."""
         if loss.mode == "eager":
             yield _chunk_losses(self.hidden, self.head, self.labels, loss, self.rng)
             return
@@ -233,11 +229,7 @@ class _TrainedTokens:
 
 
 def _chunk_losses(
-    hidden_CD: torch.Tensor,
-    head: Head,
-    labels_C: torch.Tensor,
-    loss: Loss,
-    rng: DropoutRNG | None,
+    hidden_CD: torch.Tensor, head: Head, labels_C: torch.Tensor, loss: Loss, rng: DropoutRNG | None
 ) -> torch.Tensor:
     with dropout_rng(rng):
         return loss.of_logits(compute_logits(hidden_CD, head, loss.precision), labels_C)
@@ -254,6 +246,7 @@ def compute_logits(hidden_CD: torch.Tensor, head: Head, precision: Precision) ->
         groups = scaled_linear_terms(head, x_CD)
         if groups is None:
             return head(x_CD if precision == "fp32" else hidden_CD)
+        # A generator: one group's logits at a time beside the sum.
         return reduce(torch.add, (_scaled(*group) for group in groups))
 
 

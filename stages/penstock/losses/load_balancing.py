@@ -64,6 +64,5 @@ def entropy(weights_E: torch.Tensor) -> float:
     weight is on one expert."""
     if weights_E.numel() < 2 or not weights_E.any():
         return 1.0
-    return torch.special.entr(weights_E.double() / weights_E.sum()).sum().item() / math.log(
-        weights_E.numel()
-    )
+    nats = torch.special.entr(weights_E.double() / weights_E.sum()).sum().item()
+    return nats / math.log(weights_E.numel())

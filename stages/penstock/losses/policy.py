@@ -21,11 +21,10 @@ class LossInputs:
 
     factors_T: torch.Tensor  # noqa: N815 - T names the dimension
     """Factor of each token's loss; 0 masks the token."""
+    # Log-probabilities of the policy that sampled the tokens, and of the reference model.
     logprobs_T: torch.Tensor  # noqa: N815
-    """Log-probabilities of the behavior policy, which sampled the tokens."""
     advantages_T: torch.Tensor  # noqa: N815
     reference_T: torch.Tensor  # noqa: N815
-    """Log-probabilities of the reference model, for the KL penalty."""
     low_T: torch.Tensor  # noqa: N815
     high_T: torch.Tensor  # noqa: N815
     """Clip range of the ratio: lower bound `low_T`, upper bound `high_T`."""
@@ -48,8 +47,24 @@ def token_losses(
       d = reference log-probability - logp
     """
     is_active_T = inputs.factors_T != 0
-    logp_T = logp_T.where(is_active_T, 0.0)
-    return _LOSSES[loss](logp_T, _neutralize_masked(inputs, is_active_T), params) * inputs.factors_T
+    logp_T, inputs = logp_T.where(is_active_T, 0.0), _neutralize_masked(inputs, is_active_T)
+    log_ratio_T, gain_T = logp_T - inputs.logprobs_T, inputs.advantages_T
+    match loss:
+        case "cross_entropy":
+            losses_T = -logp_T
+        case "importance_sampling":
+            losses_T = -(log_ratio_T.exp() * gain_T)
+        case "ppo":
+            losses_T = _ppo(logp_T, inputs, params)
+        case "cispo":
+            ratio_T = log_ratio_T.detach().exp().clamp(inputs.low_T, inputs.high_T)
+            losses_T = -(ratio_T * gain_T * logp_T)
+        case "dro":
+            losses_T = -(logp_T * gain_T - 0.5 * params["beta"] * log_ratio_T.square())
+        case "drgrpo":
+            delta_T = inputs.reference_T - logp_T
+            losses_T = _ppo(logp_T, inputs, {}) + params["kl_beta"] * (delta_T.exp() - delta_T - 1)
+    return losses_T * inputs.factors_T
 
 
 def sequence_losses(
@@ -79,10 +94,8 @@ def sequence_losses(
     # Weighted advantages times exp(logp - sg(logp)): its value is 1, its gradient that of logp.
     gains_T = inputs.advantages_T * inputs.factors_T * (1 + logp_T - logp_T.detach())
     is_gain_T = inputs.advantages_T >= 0
-    up_N, down_N = (
-        sum_by_sample(gains_T.where(is_gain_T, 0)),
-        sum_by_sample(gains_T.where(~is_gain_T, 0)),
-    )
+    up_N = sum_by_sample(gains_T.where(is_gain_T, 0))
+    down_N = sum_by_sample(gains_T.where(~is_gain_T, 0))
     limit_N = ratio_N.clamp(params["clip_low_threshold"], params["clip_high_threshold"])
     # min(s A, c A) is A min(s, c) for A >= 0 and A max(s, c) for A < 0. The comparisons are negated
     # so that a NaN ratio is not detached but propagates.
@@ -105,14 +118,6 @@ def _neutralize_masked(inputs: LossInputs, is_active_T: torch.Tensor) -> LossInp
     )
 
 
-def _cross_entropy(logp_T: torch.Tensor, _: LossInputs, __: Mapping[str, float]) -> torch.Tensor:
-    return -logp_T
-
-
-def _importance(logp_T: torch.Tensor, inputs: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
-    return -((logp_T - inputs.logprobs_T).exp() * inputs.advantages_T)
-
-
 def _ppo(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
     log_ratio_T, gain_T = logp_T - inputs.logprobs_T, inputs.advantages_T
     ratio_T = log_ratio_T.detach().exp()
@@ -125,30 +130,3 @@ def _ppo(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) 
     # Mask clipped tokens before exp: an overflowing ratio times a gradient of 0 would be NaN.
     free_T = log_ratio_T.masked_fill(is_limited_T, 0.0).exp()
     return -(limit_T.where(is_limited_T, free_T) * gain_T)
-
-
-def _cispo(logp_T: torch.Tensor, inputs: LossInputs, _: Mapping[str, float]) -> torch.Tensor:
-    ratio_T = (logp_T.detach() - inputs.logprobs_T).exp().clamp(inputs.low_T, inputs.high_T)
-    return -(ratio_T * inputs.advantages_T * logp_T)
-
-
-def _dro(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
-    log_ratio_T = logp_T - inputs.logprobs_T
-    return -(logp_T * inputs.advantages_T - 0.5 * params["beta"] * log_ratio_T.square())
-
-
-def _drgrpo(logp_T: torch.Tensor, inputs: LossInputs, params: Mapping[str, float]) -> torch.Tensor:
-    log_ratio_T = inputs.reference_T - logp_T
-    return _ppo(logp_T, inputs, {}) + params["kl_beta"] * (log_ratio_T.exp() - log_ratio_T - 1)
-
-
-_LOSSES: Mapping[
-    TokenLoss, Callable[[torch.Tensor, LossInputs, Mapping[str, float]], torch.Tensor]
-] = {
-    "cross_entropy": _cross_entropy,
-    "importance_sampling": _importance,
-    "ppo": _ppo,
-    "cispo": _cispo,
-    "dro": _dro,
-    "drgrpo": _drgrpo,
-}

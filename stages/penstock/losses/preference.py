@@ -27,13 +27,11 @@ class PreferenceInputs:
     baseline_A: torch.Tensor | None = None  # noqa: N815
     """KL baseline: `kl_baseline` over all samples of the step."""
     desirable_D: torch.Tensor | None = None  # noqa: N815
-    """KTO: whether a sample's completion is desirable."""
     score_gap_D: torch.Tensor | None = None  # noqa: N815
     """Chosen score minus rejected score, if completions have scores."""
 
 
 PreferenceLossFn = Callable[[PreferenceInputs, PreferenceConfig], torch.Tensor]
-"""Returns the loss of each sample, [D]."""
 
 
 def preference_losses(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
@@ -88,26 +86,6 @@ def _sigmoid(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor
             raise ValueError("preference.offset_alpha needs the scores of answers")
         logits_D = logits_D - config.offset_alpha * torch.log(inputs.score_gap_D + MIN_SCORE_GAP)
     return _bradley_terry(logits_D, config)
-
-
-def _hinge(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """Hinge loss of SLiC-HF (arXiv 2305.10425) on DPO margins."""
-    return torch.relu(1 - config.beta * _margin(inputs))
-
-
-def _ipo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """IPO (equation 17 of arXiv 2310.12036); `beta` is its tau."""
-    return (_margin(inputs) - 1 / (2 * config.beta)) ** 2
-
-
-def _simpo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """SimPO (equation 6 of arXiv 2405.14734)."""
-    return _bradley_terry(config.beta * _margin(inputs) - config.simpo_gamma, config)
-
-
-def _cpo(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """CPO (equation 4 of arXiv 2401.08417), without its cross-entropy term."""
-    return _bradley_terry(config.beta * _margin(inputs), config)
 
 
 def _dpop(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
@@ -174,15 +152,21 @@ def _log1mexp(x: torch.Tensor) -> torch.Tensor:
 
 LOSSES: Mapping[LossType, PreferenceLossFn] = {
     "sigmoid": _sigmoid,
-    "hinge": _hinge,
-    "ipo": _ipo,
+    # SLiC-HF (arXiv 2305.10425) on DPO margins.
+    "hinge": lambda inputs, config: torch.relu(1 - config.beta * _margin(inputs)),
+    # IPO (equation 17 of arXiv 2310.12036); `beta` is its tau.
+    "ipo": lambda inputs, config: (_margin(inputs) - 1 / (2 * config.beta)) ** 2,
     "kto_pair": _kto_pair,
     "kto": _kto,
     "sppo_hard": _sppo_hard,
     "nca_pair": _nca_pair,
     "dpop": _dpop,
-    "simpo": _simpo,
-    "cpo": _cpo,
+    # SimPO (equation 6 of arXiv 2405.14734).
+    "simpo": lambda inputs, config: _bradley_terry(
+        config.beta * _margin(inputs) - config.simpo_gamma, config
+    ),
+    # CPO (equation 4 of arXiv 2401.08417), without its cross-entropy term.
+    "cpo": lambda inputs, config: _bradley_terry(config.beta * _margin(inputs), config),
     "or": _odds,
     "orpo": _odds,
 }

@@ -16,15 +16,8 @@ PREFERENCE_LOSS, SFT_LOSS = "preference_loss", "sft_loss"
 ACCURACY = "rewards/accuracies"
 """Share of pairs whose chosen completion has the higher reward."""
 
-NAMES = (
-    "rewards/chosen",
-    "rewards/rejected",
-    ACCURACY,
-    "logps/chosen",
-    "logps/rejected",
-    PREFERENCE_LOSS,
-    SFT_LOSS,
-)
+REWARDS, LOGPS = ("rewards/chosen", "rewards/rejected"), ("logps/chosen", "logps/rejected")
+NAMES = (*REWARDS, ACCURACY, *LOGPS, PREFERENCE_LOSS, SFT_LOSS)
 """Metrics over all samples, in the order of `metric_sums`. For KTO, chosen are the desirable
 completions and rejected the undesirable ones."""
 
@@ -79,7 +72,7 @@ def metrics_by_name(sums: Sequence[Sequence[float]], prefix: str = "") -> Mappin
     metrics = {
         name: total / count for name, (total, count) in zip(NAMES, sums, strict=True) if count
     }
-    chosen, rejected = (metrics.get(name) for name in NAMES[:2])
+    chosen, rejected = (metrics.get(name) for name in REWARDS)
     if chosen is not None and rejected is not None:
         metrics[MARGINS] = chosen - rejected
     return {f"{prefix}{name}": value for name, value in metrics.items()}

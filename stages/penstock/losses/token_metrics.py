@@ -88,10 +88,8 @@ def token_scores(
 def chunked_logits(
     hidden_TD: torch.Tensor, head: Head, positions_S: torch.Tensor, loss: Loss, width: int
 ) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Yield indices and their logits [C, V], not soft-capped, one chunk at a time.
-
-    Without indices the head is called anyway, so that its collectives do not hang other ranks.
-    """
+    """Yield indices and their logits [C, V], not soft-capped, one chunk at a time. Without indices
+    the head is called anyway, so that its collectives do not hang other ranks."""
     chunk = loss.chunk or tokens_at_once(width * hidden_TD.itemsize, hidden_TD.device.type)
     if not len(positions_S):
         compute_logits(hidden_TD[:0], head, loss.precision)

@@ -40,11 +40,9 @@ class StatePrecision:
 
     states: torch.dtype = torch.float32
     lost: Literal["forgotten", "kept"] = "forgotten"
-    """Whether the rounding error of bfloat16 weights is stored (Kahan summation)."""
     rounding: Rounding | None = None
     """Stochastic rounding; None: round to nearest."""
     local: Callable[[torch.Tensor], torch.Tensor] = identity
-    """Returns the local shard of a parameter, gradient or state."""
 
 
 class AnyPrecisionAdamW(torch.optim.Optimizer):
@@ -61,13 +59,11 @@ class AnyPrecisionAdamW(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         self.precision = precision
-        super().__init__(
-            params, {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
-        )
+        defaults = {"lr": lr, "betas": betas, "eps": eps, "weight_decay": weight_decay}
+        super().__init__(params, defaults)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
         assert closure is None
         for group in self.param_groups:
             step_adamw(self.state, group, self.precision)
@@ -127,9 +123,7 @@ def apply_update(
     decay: float = 1.0,
 ) -> None:
     """Update the local shard of a parameter in place: weight * decay - lr * direction, in fp32.
-
-    `step`, from 1, selects the random numbers of stochastic rounding.
-    """
+    `step`, from 1, selects the random numbers of stochastic rounding."""
     weight = precision.local(parameter.detach())
     if not weight.numel():
         return
@@ -149,7 +143,6 @@ def view_2d(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _initial_state(parameter: nn.Parameter, precision: StatePrecision) -> dict[str, torch.Tensor]:
-    """Initial optimizer state of a parameter."""
     param_state = {
         # On the CPU, as torch.optim keeps it: reading it does not wait for the device.
         "step": torch.zeros(()),

@@ -17,7 +17,6 @@ from penstock.optim.novograd import NovoGrad, Tensors, UnshardedTensors
 from penstock.optim.optimizer_by_name import named_optimizer
 
 EXACT = StatePrecision()
-"""float32 optimizer states, weights in their own dtype."""
 
 
 def build_optimizer(
@@ -33,10 +32,8 @@ def build_optimizer(
 
     `precision` applies to the optimizers implemented here: AdamW unless all is float32, Muon, and
     NovoGrad. `directions` computes Muon's updates and `tensors` NovoGrad's norms; the defaults are
-    for parameters that are not sharded.
-
-    Raises:
-        ConfigError: if no parameter is trainable, or the optimizer does not accept its arguments.
+    for parameters that are not sharded. Raises ConfigError if no parameter is trainable, or the
+    optimizer does not accept its arguments.
     """
     grouping = grouping or Grouping(optim.weight_decay)
     groups = parameter_groups(named_parameters, grouping)
@@ -67,8 +64,10 @@ Groups = list[dict[str, Any]]
 
 def adamw(groups: Groups, optim: OptimConfig, sharding: Sharding) -> torch.optim.Optimizer:
     """AdamW: torch's if all is float32."""
+    parameters = [parameter for group in groups for _, parameter in group["params"]]
+    dtypes = {dtype for param in parameters for dtype in (param.dtype, param.grad_dtype)}
     # torch.optim's AdamW would keep the states of bfloat16 weights, and add to them, in bfloat16.
-    if not _is_exact(groups):
+    if dtypes != {torch.float32}:
         return anyprecision_adamw(groups, optim, sharding)
     # Fused: one pass over each tensor, instead of several temporaries of every weight's size.
     return torch.optim.AdamW(groups, **_adam(optim), fused=True)
@@ -98,15 +97,9 @@ def muon(groups: Groups, optim: OptimConfig, sharding: Sharding) -> Muon:
 
 def novograd(groups: Groups, optim: OptimConfig, sharding: Sharding) -> NovoGrad:
     """NovoGrad, as in NeMo."""
-    kwargs = _kwargs(optim)
-    return NovoGrad(
-        groups,
-        **_adam(optim),
-        grad_averaging=kwargs["grad_averaging"],
-        amsgrad=kwargs["amsgrad"],
-        precision=sharding.precision,
-        tensors=sharding.tensors or UnshardedTensors(),
-    )
+    kwargs, tensors = _kwargs(optim), sharding.tensors or UnshardedTensors()
+    flags = {name: kwargs[name] for name in ("grad_averaging", "amsgrad")}
+    return NovoGrad(groups, **_adam(optim), **flags, precision=sharding.precision, tensors=tensors)
 
 
 def _kwargs(optim: OptimConfig) -> dict[str, Any]:
@@ -121,14 +114,3 @@ def _adam(optim: OptimConfig) -> dict[str, Any]:
 def newton_schulz_args(optim: OptimConfig) -> Orthogonalizer:
     """Muon's orthogonalization settings from the config."""
     return Orthogonalizer(optim.muon_ns_steps, optim.muon_adjust_lr_fn or "original")
-
-
-def _is_exact(groups: Iterable[dict[str, list[tuple[str, nn.Parameter]]]]) -> bool:
-    """Whether all weights and gradients are float32."""
-    dtypes = {
-        dtype
-        for group in groups
-        for _, parameter in group["params"]
-        for dtype in (parameter.dtype, parameter.grad_dtype)
-    }
-    return dtypes == {torch.float32}

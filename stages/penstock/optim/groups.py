@@ -3,6 +3,7 @@
 import re
 from collections.abc import Callable, Container, Iterable, Mapping
 from dataclasses import dataclass, field
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -25,7 +26,6 @@ EMBEDDING_ADAPTER = ".embed_tokens."
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 
 LrMultiplierFn = Callable[[str], float]
-"""Parameter name -> multiplier of the learning rate."""
 
 
 def set_lr(optimizer: torch.optim.Optimizer, lr: float) -> None:
@@ -65,8 +65,6 @@ def with_part_lrs(
     multiplier: LrMultiplierFn, part: Callable[[str], str], ratios: Mapping[str, float]
 ) -> LrMultiplierFn:
     """`multiplier`, but the ratio of its part for parameters of a part in `ratios`."""
-    if not ratios:
-        return multiplier
     return lambda name: ratios[part(name)] if part(name) in ratios else multiplier(name)
 
 
@@ -80,9 +78,7 @@ class Grouping:
     lora_plus_ratio: float = 1.0
     lr_multiplier: LrMultiplierFn = constant_multiplier
     matrices: Container[str] = field(default_factory=frozenset[str])
-    """Names of the parameters that Muon updates."""
     muon_lr_multiplier: float = 1.0
-    """Learning rate multiplier of Muon matrices."""
 
 
 def parameter_groups(
@@ -121,7 +117,5 @@ def parameter_groups(
             RATE: rate,
             MATRICES: is_matrix,
         }
-        for (is_matrix, rate, is_exempt), parameters in sorted(
-            groups.items(), key=lambda item: item[0]
-        )
+        for (is_matrix, rate, is_exempt), parameters in sorted(groups.items(), key=itemgetter(0))
     ]

@@ -52,9 +52,7 @@ class Orthogonalizer:
 
 class Muon(torch.optim.Optimizer):
     """Muon for groups with `matrices` (each matrix of a stack separately), AdamW for the others.
-
-    Weight decay is decoupled and multiplied by the learning rate in both.
-    """
+    Weight decay is decoupled and multiplied by the learning rate in both."""
 
     def __init__(
         self,
@@ -69,17 +67,9 @@ class Muon(torch.optim.Optimizer):
         directions: Directions,
     ) -> None:
         self.precision, self._directions = precision, directions
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "momentum": momentum,
-                "nesterov": nesterov,
-                "weight_decay": 0.0,
-            },
-        )
+        adam = {"lr": lr, "betas": betas, "eps": eps}
+        muon = {"momentum": momentum, "nesterov": nesterov}
+        super().__init__(params, {**adam, **muon, "weight_decay": 0.0})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
@@ -105,9 +95,8 @@ class Muon(torch.optim.Optimizer):
         param_state, local = self.state[parameter], self.precision.local
         if not param_state:
             param_state["step"] = torch.zeros(())
-            param_state["momentum_buffer"] = torch.zeros_like(
-                parameter, dtype=self.precision.states
-            )
+            buffer = torch.zeros_like(parameter, dtype=self.precision.states)
+            param_state["momentum_buffer"] = buffer
         param_state["step"] += 1
         buffer = local(param_state["momentum_buffer"])
         # Ranks orthogonalize a matrix together, so that each needs a momentum of its shard.
@@ -134,12 +123,8 @@ class UnshardedDirections:
     def __call__(
         self, parameters: Sequence[nn.Parameter], momentum_fn: MomentumFn
     ) -> Iterator[tuple[nn.Parameter, torch.Tensor]]:
-        """Yield each parameter with its direction."""
         for parameter in parameters:
             momentum = momentum_fn(parameter)
             stack_BNK = momentum.view(-1, *momentum.shape[-2:])
-            update = torch.stack(self.orthogonalizer(list(stack_BNK))).float()
-            yield (
-                parameter,
-                update.view_as(momentum) * self.orthogonalizer.size(momentum.shape[-2:]),
-            )
+            update = torch.stack(self.orthogonalizer(list(stack_BNK))).float().view_as(momentum)
+            yield parameter, update * self.orthogonalizer.size(momentum.shape[-2:])

@@ -26,9 +26,7 @@ class Tensors(Protocol):
 
     def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
         """Local shard of each tensor, or stack of n tensors, as a view [n, elements] of `tensor`.
-
-        `tensor` has the shape of the parameter's local shard.
-        """
+        `tensor` has the shape of the parameter's local shard."""
         ...
 
     def square_norms(
@@ -43,13 +41,11 @@ class UnshardedTensors(Tensors):
     """For unsharded parameters: each is one tensor, or a stack of matrices [n, N, K]."""
 
     def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """One view per parameter."""
         return [tensor.view(len(tensor) if parameter.ndim == 3 else 1, -1)]
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> Mapping[nn.Parameter, torch.Tensor]:
-        """Squared gradient norms without communication."""
         return {
             parameter: squared(self.parts(parameter, gradient.contiguous())).float()
             for parameter, gradient in gradients.items()
@@ -81,21 +77,12 @@ class NovoGrad(torch.optim.Optimizer):
         weight_decay: float = 0.0,
     ) -> None:
         self.precision, self._tensors = precision, tensors
-        super().__init__(
-            params,
-            {
-                "lr": lr,
-                "betas": betas,
-                "eps": eps,
-                "grad_averaging": grad_averaging,
-                "amsgrad": amsgrad,
-                "weight_decay": weight_decay,
-            },
-        )
+        adam = {"lr": lr, "betas": betas, "eps": eps}
+        flags = {"grad_averaging": grad_averaging, "amsgrad": amsgrad}
+        super().__init__(params, {**adam, **flags, "weight_decay": weight_decay})
 
     @torch.no_grad()
     def step(self, closure: Callable[[], float] | None = None) -> None:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """Update every parameter that has a gradient."""
         assert closure is None
         gradients = {
             parameter: self.precision.local(parameter.grad).contiguous()
@@ -120,7 +107,9 @@ class NovoGrad(torch.optim.Optimizer):
         if not param_state:
             param_state["step"] = torch.zeros(())
             param_state["exp_avg"] = torch.zeros_like(parameter, dtype=self.precision.states)
-            param_state.update({name: torch.zeros_like(squares) for name in _state_names(group)})
+            param_state[SQUARES] = torch.zeros_like(squares)
+            if group["amsgrad"]:
+                param_state[LARGEST] = torch.zeros_like(squares)
         param_state["step"] += 1
         # A copy, for it is divided in place, and the gradient is still the parameter's.
         direction = gradient.to(torch.float32, copy=True)
@@ -136,13 +125,8 @@ class NovoGrad(torch.optim.Optimizer):
         exp_avg = self.precision.local(param_state["exp_avg"])
         average = direction.add_(exp_avg, alpha=beta1)
         exp_avg.copy_(average)
-        apply_update(
-            parameter, average, group["lr"], self.precision, int(param_state["step"].item())
-        )
-
-
-def _state_names(group: Mapping[str, Any]) -> Sequence[str]:
-    return PER_TENSOR_STATES if group["amsgrad"] else (SQUARES,)
+        step = int(param_state["step"].item())
+        apply_update(parameter, average, group["lr"], self.precision, step)
 
 
 def _norms(

@@ -15,33 +15,24 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.extensions import OPTIMIZERS
 
 BUILTIN = {"Muon": "muon"}
-"""torch.optim classes with a sharded implementation here."""
 UNSUPPORTED = {
     "LBFGS": "computes the loss several times in a step",
     "SparseAdam": "supports only sparse gradients",
 }
-"""Unsupported optimizers, with the reason."""
 RESERVED_ARGUMENTS = {
     "lr": "It is set by train.lr.",
     "weight_decay": "It is set by train.weight_decay.",
     "params": "They are the model's parameters.",
     "differentiable": "No gradient goes through a step here.",
 }
-"""Arguments that `optimizer_kwargs` must not contain, with the reason."""
 
 TRIAL_LR = 1e-3
-"""Learning rate for the trial construction that validates the arguments."""
 
 
 def named_optimizer(optim: OptimConfig) -> Callable[..., torch.optim.Optimizer]:
     """Factory (params, lr) -> optimizer for the class named in `train.optimizer`, with
-    `train.optimizer_kwargs`.
-
-    Raises:
-        ConfigError: there is no such optimizer, it is not supported, or it does not accept the
-            arguments.
-        CapabilityError: its package is not installed.
-    """
+    `train.optimizer_kwargs`. Raises ConfigError if there is no such optimizer, it is not supported,
+    or it does not accept the arguments; CapabilityError if its package is not installed."""
     name, kwargs = optim.optimizer, optim.optimizer_kwargs
     optimizer_class = _resolve_class(name) if "." in name else OPTIMIZERS.load(name)
     parameters = inspect.signature(optimizer_class).parameters
@@ -100,16 +91,12 @@ def _resolve_class(name: str) -> Callable[..., torch.optim.Optimizer]:
     if not is_optimizer or attribute is torch.optim.Optimizer:
         optimizer_names = [
             other_name
-            for other_name, optimizer_class in vars(module).items()
-            if isinstance(optimizer_class, type)
-            and issubclass(optimizer_class, torch.optim.Optimizer)
+            for other_name, value in vars(module).items()
+            if isinstance(value, type) and issubclass(value, torch.optim.Optimizer)
         ]
         near = get_close_matches(leaf, optimizer_names, 1)
-        hint = (
-            f"Did you mean {package}.{near[0]}?"
-            if near
-            else f"It has {', '.join(optimizer_names)}."
-        )
+        hint = f"Did you mean {package}.{near[0]}?" if near else ""
+        hint = hint or f"It has {', '.join(optimizer_names)}."
         raise ConfigError(
             f"train.optimizer is {name}, and {package} has no such optimizer.\n  {hint}"
         )

@@ -16,7 +16,6 @@ Form = Literal["int8", "int4"]
 Moment = Literal["first", "second"]
 
 MOMENTS: Mapping[str, Moment] = {"exp_avg": "first", "exp_avg_sq": "second"}
-"""AdamW state names."""
 
 BLOCK = 128
 """Values per scale. Even, so that a block of 4-bit codes is whole bytes."""
@@ -24,8 +23,8 @@ BLOCK = 128
 CHUNK = BLOCK << 17
 """Values processed at a time, so that a few fp32 temporaries take less than a large matrix."""
 
+# The highest code.
 LEVELS: Mapping[Form, int] = {"int8": 255, "int4": 15}
-"""Highest code."""
 
 
 class Compressed(NamedTuple):
@@ -38,11 +37,8 @@ class Compressed(NamedTuple):
 
 
 def quantize_states(values: torch.Tensor, moment: Moment, form: Form) -> Compressed:
-    """Quantize values of any shape, in fp32 on their device.
-
-    Second moments must be at least 0. A block with a non-finite value dequantizes to non-finite
-    values.
-    """
+    """Quantize values of any shape, in fp32 on their device. Second moments must be at least 0. A
+    block with a non-finite value dequantizes to non-finite values."""
     parts = values.detach().reshape(-1).split(CHUNK)
     codes, scales = zip(*(_quantize(part, moment, form) for part in parts), strict=True)
     return Compressed(torch.cat(codes), torch.cat(scales))

@@ -5,7 +5,6 @@ which the decay has ended. The decay progress p goes from 0 at W + H to 1 at E.
 """
 
 import math
-from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 from penstock.config.schema.optimizer import ENDING, OptimConfig
@@ -26,7 +25,6 @@ class _SchedulePoint:
 
     @property
     def decay_steps(self) -> int:
-        """Number of decay steps done."""
         return self.s - self.W - self.H
 
     @property
@@ -59,7 +57,8 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
     style, more = optim.lr_decay_style, optim.lr_schedule_kwargs
     warmup = optim.warmup_steps(total_steps)
     if style == "noam":
-        return _noam(step, warmup, optim)
+        s, peak = max(1, step), optim.lr / math.sqrt(more.d_model)
+        return peak * s * warmup**-1.5 if s <= warmup else max(optim.lr_min, peak / math.sqrt(s))
     if warmup and step <= warmup:
         ahead = _plus_one(optim)
         return optim.lr_start + (optim.lr - optim.lr_start) * (step + ahead) / (warmup + ahead)
@@ -68,7 +67,20 @@ def lr_at(step: int, total_steps: int, optim: OptimConfig) -> float:
         return optim.lr_min
     if step < warmup + more.hold_steps:
         return optim.lr
-    return _SCHEDULES[style](_SchedulePoint(step, total_steps, warmup, more.hold_steps, end), optim)
+    point = _SchedulePoint(step, total_steps, warmup, more.hold_steps, end)
+    match style:
+        case "constant":
+            return optim.lr
+        case "linear":
+            return _interpolate(optim, 1 - point.p)
+        case "cosine":
+            return _interpolate(optim, _cosine(point.p, more.num_cycles))
+        case "polynomial":
+            return _interpolate(optim, (1 - point.p) ** more.power)
+        case "wsd":
+            return _wsd(point, optim)
+        case _:
+            return max(optim.lr_min, optim.lr * _decaying_share(style, point, optim))
 
 
 def depends_on_length(optim: OptimConfig) -> bool:
@@ -83,10 +95,6 @@ def _plus_one(optim: OptimConfig) -> int:
 
 def _interpolate(optim: OptimConfig, share: float) -> float:
     return optim.lr_min + (optim.lr - optim.lr_min) * share
-
-
-def _clamp_to_min(optim: OptimConfig, share: float) -> float:
-    return max(optim.lr_min, optim.lr * share)
 
 
 def _cosine(progress: float, cycles: float) -> float:
@@ -108,49 +116,22 @@ def _wsd(point: _SchedulePoint, optim: OptimConfig) -> float:
     return _interpolate(optim, shares[more.decay_shape])
 
 
-def _inverse_sqrt(point: _SchedulePoint, optim: OptimConfig) -> float:
-    scale = optim.lr_schedule_kwargs.timescale or point.W + _plus_one(optim) or DEFAULT_TIMESCALE
-    return _clamp_to_min(optim, math.sqrt(scale / (point.decay_steps + scale)))
-
-
-def _noam(step: int, warmup: int, optim: OptimConfig) -> float:
-    s, peak = max(1, step), optim.lr / math.sqrt(optim.lr_schedule_kwargs.d_model)
-    if s <= warmup:
-        return peak * s * warmup**-1.5
-    return max(optim.lr_min, peak / math.sqrt(s))
-
-
-def _noam_hold(point: _SchedulePoint, optim: OptimConfig) -> float:
-    scale = max(1, point.W)
-    return _clamp_to_min(
-        optim, (scale / (point.decay_steps + scale)) ** optim.lr_schedule_kwargs.decay_rate
-    )
-
-
-def _exponential(point: _SchedulePoint, optim: OptimConfig) -> float:
-    more = optim.lr_schedule_kwargs
-    return _clamp_to_min(optim, more.gamma ** (point.decay_steps / more.step_size))
-
-
-def _step(point: _SchedulePoint, optim: OptimConfig) -> float:
-    more = optim.lr_schedule_kwargs
-    return _clamp_to_min(optim, more.gamma ** (point.decay_steps // more.step_size))
-
-
-_SCHEDULES: Mapping[str, Callable[[_SchedulePoint, OptimConfig], float]] = {
-    "constant": lambda _, optim: optim.lr,
-    "linear": lambda point, optim: _interpolate(optim, 1 - point.p),
-    "cosine": lambda point, optim: _interpolate(
-        optim, _cosine(point.p, optim.lr_schedule_kwargs.num_cycles)
-    ),
-    "polynomial": lambda point, optim: _interpolate(
-        optim, (1 - point.p) ** optim.lr_schedule_kwargs.power
-    ),
-    "wsd": _wsd,
-    "square": lambda point, optim: _clamp_to_min(optim, (1 - point.p) ** 2),
-    "sqrt": lambda point, optim: _clamp_to_min(optim, math.sqrt(1 - point.s / point.E)),
-    "inverse_sqrt": _inverse_sqrt,
-    "noam_hold": _noam_hold,
-    "step": _step,
-    "exponential": _exponential,
-}
+def _decaying_share(style: str, point: _SchedulePoint, optim: OptimConfig) -> float:
+    """The share of `lr` in the styles that end at or above `lr_min`."""
+    more, steps = optim.lr_schedule_kwargs, point.decay_steps
+    match style:
+        case "square":
+            return (1 - point.p) ** 2
+        case "sqrt":
+            return math.sqrt(1 - point.s / point.E)
+        case "inverse_sqrt":
+            scale = more.timescale or point.W + _plus_one(optim) or DEFAULT_TIMESCALE
+            return math.sqrt(scale / (steps + scale))
+        case "noam_hold":
+            scale = max(1, point.W)
+            return (scale / (steps + scale)) ** more.decay_rate
+        case "step":
+            return more.gamma ** (steps // more.step_size)
+        case _:
+            assert style == "exponential"
+            return more.gamma ** (steps / more.step_size)

@@ -150,10 +150,8 @@ class CheckpointManager:
         self._thread.start()
 
     def link_best(self, step: int) -> None:
-        """Make `best` name the checkpoint of `step`, which was saved, and keep it.
-
-        Raises StageError if it could not be saved, or `best` cannot be written.
-        """
+        """Make `best` name the checkpoint of `step`, which was saved, and keep it. Raises
+        StageError if it could not be saved, or `best` cannot be written."""
         self.finish()
         folder = self.folder_of(step)
         assert folder is not None, f"there is no checkpoint of step {step}"
@@ -187,7 +185,6 @@ class CheckpointManager:
             self._thread = None
 
     def folder_of(self, step: int) -> Path | None:
-        """The complete checkpoint of `step`; None if there is none."""
         return find_checkpoint(step, self.root)
 
     def _require_same_kind(self, folder: Path, saved_kind: str) -> None:

@@ -219,7 +219,6 @@ class _Writer(FileSystemWriter):
         return StorageMeta(checkpoint_id=None, save_id=None)
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's boxes. Raises OSError if a write fails."""
         try:
             return super().write_data(plan, planner)
         except (RuntimeError, OSError) as error:

@@ -81,9 +81,7 @@ def checkpoint_faults(
     folder: Path, *, share: int = 0, of: int = 1, progress: Callable[[], None] = lambda: None
 ) -> list[str]:
     """Verify the files of a checkpoint by digest and return the errors; empty if there are none.
-
-    Each of `of` readers verifies one `share`. Without digests only `state.json` is checked.
-    """
+    Each of `of` readers verifies one `share`. Without digests only `state.json` is checked."""
     if not (folder / COMPLETE).is_file():
         return [f"{COMPLETE} is missing"]
     try:

@@ -178,7 +178,6 @@ class _AllowedNames:
     """Unpickler mixin that allows known names only."""
 
     def find_class(self, module: str, name: str) -> Any:
-        """The object of this name. Raises UnpicklingError for unknown names."""
         if (module, name) == ("builtins", "getattr"):
             return _enum_member
         # Python 3.13's module of the classes that are `pathlib`'s before and after it.

@@ -51,7 +51,6 @@ class TrainState:
     states: Literal["saved", "left out"] = "saved"
     """Whether optimizer states are saved; those in a checkpoint are always read."""
     pre_update_hooks: PreUpdateHooks = field(default_factory=PreUpdateHooks)
-    """The hooks called before any of it is modified."""
     rounded_to: torch.dtype | None = None
     """The dtype in which weights are saved, but those with ids in `exact`; None: their own."""
     exact: Set[int] = frozenset()
@@ -62,17 +61,14 @@ class TrainState:
 
     @property
     def has_states(self) -> bool:
-        """Whether the optimizer has state on this rank."""
         return any(True for _ in self._states())
 
     @property
     def compresses_states(self) -> bool:
-        """Whether a checkpoint holds quantized optimizer states."""
         return self.states == "saved" and self.compressed_to is not None
 
     @torch.no_grad()
     def boxes(self) -> Boxes:
-        """Views of everything that is saved."""
         saved = [*self._parameters()]
         for name, box in self._states() if self.states == "saved" else ():
             saved += compressed_boxes(name, box, self.compressed_to)
@@ -80,10 +76,8 @@ class TrainState:
 
     @torch.no_grad()
     def restore(self, files: CheckpointFiles, *, states: States = "read") -> None:
-        """Read parameters in place, and the optimizer states that the checkpoint has.
-
-        Raises ArtifactError if the checkpoint is damaged or of another model.
-        """
+        """Read parameters in place, and the optimizer states that the checkpoint has. Raises
+        ArtifactError if the checkpoint is damaged or of another model."""
         metadata = files.read_metadata().state_dict_metadata
         for param in self.params:
             if any(MODEL + piece.tensor in metadata for piece in param.shards):

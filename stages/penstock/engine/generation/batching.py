@@ -33,7 +33,6 @@ class Limits:
     prefill_tokens: int
     """Prompt tokens in one pass; one prompt is always admitted."""
     pad_to_multiple_of: int
-    """The padding multiple of a pass."""
     state_tokens: int = 0
     """How many tokens' keys and values are as large as the states of a sequence."""
 
@@ -152,7 +151,6 @@ class FullRecomputeDecode:
         self._sequences, self._limits = list(sequences), limits
 
     def next_batch(self) -> ForwardBatch | None:
-        """Prompts and their completions so far, as many as fit."""
         selected: list[DecodingSequence] = []
         tokens = 0
         for seq in self._sequences:
@@ -193,7 +191,6 @@ def _decode_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int
 
 
 def _prefill_batch(sequences: Sequence[DecodingSequence], pad_to_multiple_of: int) -> MicroBatch:
-    """A document of each prompt and its completion so far."""
     documents = [[*seq.prompt.tokens, *seq.tokens] for seq in sequences]
     images = tuple(image for seq in sequences for image in seq.prompt.images)
     ids = np.fromiter((token for document in documents for token in document), dtype=np.int32)

@@ -80,7 +80,6 @@ class Generator:
     ranks: ProcessInfo
     logits: LogitsFn
     multiple: int
-    """The padding multiple of a pass under this layout."""
     max_cached_length: float
     """The longest sequence, prompt included, that uses the KV cache; longer ones are recomputed for
     each token."""
@@ -94,7 +93,6 @@ class Generator:
     """KV cache capacity of a replica in tokens, limited to half of the GPU's free memory; other
     sequences wait."""
     prefill_tokens: int = PREFILL_TOKENS
-    """Prompt tokens in a pass."""
 
     @torch.no_grad()
     def generate(

@@ -19,7 +19,6 @@ from penstock_kernels.to_device import to_device
 STATES = "states of the current layer"
 
 ALLOCATION_STEP = 64
-"""Rows are allocated in multiples of so many tokens."""
 
 
 GatherTokens = Callable[[torch.Tensor], torch.Tensor]
@@ -117,7 +116,6 @@ class Prefill(PrefillSegments):
     state_calls: "count[int]" = field(default_factory=count)
 
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
-        """Cache the keys and values of the current layer."""
         parts = _parts(k_TKH, v_TKH)
         cached = self.cache.layer(next(self.calls), parts)
         for x_BKCH, x_TKH in zip(cached, parts, strict=True):
@@ -129,7 +127,6 @@ class Prefill(PrefillSegments):
         self.store(x_T1H, x_T1H)
 
     def store_states(self, *states: torch.Tensor) -> None:
-        """Cache the states of the current layer."""
         rows = slice(self.first_row, self.first_row + len(self.documents))
         for cached, state in zip(
             self.cache.states(next(self.state_calls), states), states, strict=True
@@ -137,7 +134,6 @@ class Prefill(PrefillSegments):
             cached[rows] = state[self.documents]
 
     def uncached(self) -> VarlenMetadata:
-        """The same documents, not to be cached."""
         return VarlenMetadata(**{field.name: getattr(self, field.name) for field in _PLAIN})
 
 
@@ -184,13 +180,11 @@ class DecodeStep(DecodeSegments):
         return x_B1CH.squeeze(1), self._attention_mask(None, 0, x_T1H.device)
 
     def states(self) -> tuple[torch.Tensor, ...]:
-        """The states of the current layer, [rows, ...] each."""
         every = self.cache.states(next(self.state_calls))
         self.memo[STATES] = tuple(state[: self.rows] for state in every)
         return self.memo[STATES]
 
     def replace_states(self, *states: torch.Tensor) -> None:
-        """Write those after the new tokens."""
         for cached, state in zip(self.memo[STATES], states, strict=True):
             cached.copy_(state)
 
@@ -311,7 +305,6 @@ def with_kv_cache(attend: AttentionFn) -> AttentionFn:
 
 
 def _parts(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """What is cached of keys and values, which may be one tensor."""
     return (k_TKH,) if v_TKH is k_TKH else (k_TKH, v_TKH)
 
 

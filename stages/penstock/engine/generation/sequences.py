@@ -36,7 +36,6 @@ class Prompt:
 
     @property
     def needs_logprobs(self) -> bool:
-        """Whether prompt logprobs of any kind are requested."""
         return self.needs_prompt_logprobs or self.prompt_top_k > 0
 
 
@@ -81,7 +80,6 @@ class DecodingSequence:
     prompt_index: int
     prompt: Prompt
     sample: int
-    """The index among the completions of its prompt."""
     max_tokens: int
     seed: int
     tokens: list[int] = field(default_factory=list)
@@ -106,11 +104,9 @@ class DecodingSequence:
         return len(self.prompt.tokens) + self.max_tokens
 
     def uniform(self) -> float:
-        """The uniform number that samples its next token."""
         return uniform(self.seed, self.sample, len(self.tokens))
 
     def append(self, token: int, log_prob: float, decode: Decode | None) -> None:
-        """Append a token and check the stop conditions."""
         self.tokens.append(token)
         self.log_probs.append(log_prob)
         if self.max_tokens and (

@@ -60,7 +60,6 @@ class BaseModelWeights:
 
     @cached_property
     def published(self) -> PrequantizedFormat | None:
-        """The format of a pre-quantized checkpoint."""
         checkpoint = published_in(self.hf_config, self.folder)
         if checkpoint is None or not self.names.multimodal:
             return checkpoint
@@ -98,9 +97,7 @@ class BaseModelWeights:
         device: torch.device = _CPU,
     ) -> TensorReader:
         """A reader that returns the weights in these formats; rows are quantized on `device`.
-
-        Matrices that are stored quantized and are not in `formats` are dequantized.
-        """
+        Matrices that are stored quantized and are not in `formats` are dequantized."""
         published = self.published
         source: TensorReader = inner
         folder: SafetensorsFolder | None = None

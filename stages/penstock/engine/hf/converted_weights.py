@@ -102,7 +102,6 @@ class ConvertedWeights:
             )
 
     def sources(self) -> set[str]:
-        """The folder's tensors that the model's are made of."""
         sources: set[str] = set()
         for name in self._shapes:
             group = self._groups.get(name)

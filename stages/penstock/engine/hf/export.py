@@ -10,7 +10,7 @@ import json
 import logging
 import operator
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -63,17 +63,14 @@ GENERATION_CONFIG = "generation_config.json"
 
 BASE_BESIDE = "../base"
 """The base model path in an adapter's config if the base is exported beside it: relative, so that
-the two may be moved together.
-"""
+the two may be moved together."""
 
 
 def write_folders(
     checkpoint: Path, origin: ModelSource, form: ExportFormat, out: Path
 ) -> dict[str, Any]:
-    """Write all folders, keeping files that an earlier attempt finished, and return facts.
-
-    Raises ArtifactError if the checkpoint is incomplete or of another model.
-    """
+    """Write all folders, keeping files that an earlier attempt finished, and return facts. Raises
+    ArtifactError if the checkpoint is incomplete or of another model."""
     reader = CheckpointReader(checkpoint)
     config_path = origin.config_path
     if origin.config.pin["kind"] != "builtin":
@@ -100,19 +97,20 @@ def write_folders(
         TokenizerFiles(origin.tokenizer_path, origin.tokenizer, origin.chat_template),
         _generation_config(origin),
     )
+    export = _Export(form, origin, weights, extras, quantizer)
     with ExitStack() as opened:
-        base = _base(origin, reader, weights, opened)
+        base = export.base_weights(reader, opened)
         if adapters and reader.state["adapter_only"]:
-            written = _with_adapters(form, origin, base, weights, adapters, out, extras, quantizer)
+            written = export.write_adapters(base, adapters, out)
         else:
             merged = adapters.merged_into(base) if adapters else base
-            written = {"hf": _model(form, origin, merged, weights, out / "hf", extras, quantizer)}
+            written = {"hf": export.write_model(merged, out / "hf", quantizer)}
     return {
         "format": "hf",
         "folders": {name: name for name in written},
         "step": reader.state["step"],
         "model_type": family.model_type,
-        "dtype": dtype_name(_dtype(form, origin, hf_config)),
+        "dtype": dtype_name(export.dtype),
         "parameters": written.get("hf", written.get("adapter", {}))["parameters"],
         "shards": written.get("hf", {}).get("shards", 0),
         **({"quantised": form.quantize} if form.quantize else {}),
@@ -120,79 +118,112 @@ def write_folders(
     }
 
 
-def _with_adapters(
-    form: ExportFormat,
-    origin: ModelSource,
-    base: HFStateDict,
-    model: BaseModelWeights,
-    adapters: Adapters,
-    out: Path,
-    extras: HFFolderMeta,
-    quantizer: Quantizer | None,
-) -> dict[str, Any]:
-    written: dict[str, Any] = {}
-    if form.merged:
-        merged = adapters.merged_into(base)
-        written["hf"] = _model(form, origin, merged, model, out / "hf", extras, quantizer)
-    if origin.chat_template or not form.merged:
-        # Elsewhere there is no tokenizer with this chat template, or none at all.
-        extras.tokenizer.write(out / "adapter")
-    written["adapter"] = write_adapter_folder(
-        adapters,
-        out / "adapter",
-        base_model=origin.model_path or BASE_BESIDE,
-        revision=origin.weights.pin.get("commit") if origin.weights else None,
-        dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
-    )
-    if origin.model_path and (rope := absent_rope(extras.hf_config)):
-        log.warning(
-            "export: adapter/ is of a base model with the rope_theta of attn_config, which "
-            "transformers 5 does not read: add %s to the config.json of %s before loading both",
-            *(json.dumps(rope)[1:-1], origin.model_path),
-        )
-    if form.verify != "off":
-        with noting_unverified(out / "adapter"):
-            verify_adapter(out / "adapter", model.hf_config)
-    if origin.model_path is None:
-        written["base"] = _model(form, origin, base, model, out / "base", extras)
-    return written
+@dataclass(frozen=True)
+class _Export:
+    form: ExportFormat
+    origin: ModelSource
+    model: BaseModelWeights
+    extras: HFFolderMeta
+    quantizer: Quantizer | None
 
-
-def _model(
-    form: ExportFormat,
-    origin: ModelSource,
-    weights: HFStateDict,
-    model: BaseModelWeights,
-    out: Path,
-    extras: HFFolderMeta,
-    quantizer: Quantizer | None = None,
-) -> dict[str, Any]:
-    with ExitStack() as opened:
-        state_dict = as_in_files(weights, model, opened)
-        num_layers = model.names.config.num_hidden_layers
-        if form.mtp == "drop":
-            state_dict = state_dict.without(prediction_tensors(state_dict.shapes, num_layers))
+    def base_weights(self, reader: CheckpointReader, opened: ExitStack) -> HFStateDict:
+        """The model without its adapters, which an adapter-only checkpoint does not hold."""
+        model = self.model
+        if not reader.state["adapter_only"]:
+            return in_checkpoint(reader, model.names, model.formats)
+        # Adapters were trained on the quantized matrices, so these are exported, not the originals.
+        if (base_folder := _folder(self.origin)) is None:
+            source = model.random_init(self.origin.seed)
         else:
-            state_dict = _with_prediction_layers(state_dict, origin, model, opened)
-            further = prediction_tensors(state_dict.shapes, num_layers)
-            quantizer = quantizer and quantizer.leaving_out(further)
-        facts = write_hf_folder(
-            state_dict,
-            out,
-            extras,
-            dtype=(dtype := _dtype(form, origin, extras.hf_config)),
-            max_shard_size=form.max_shard_bytes,
-            quantizer=quantizer,
+            source = opened.enter_context(SafetensorsFolder(base_folder))
+        return in_source(model.quantized_reader(source), model.names)
+
+    def write_adapters(self, base: HFStateDict, adapters: Adapters, out: Path) -> dict[str, Any]:
+        form, origin = self.form, self.origin
+        written: dict[str, Any] = {}
+        if form.merged:
+            merged = adapters.merged_into(base)
+            written["hf"] = self.write_model(merged, out / "hf", self.quantizer)
+        if origin.chat_template or not form.merged:
+            # Elsewhere there is no tokenizer with this chat template, or none at all.
+            self.extras.tokenizer.write(out / "adapter")
+        written["adapter"] = write_adapter_folder(
+            adapters,
+            out / "adapter",
+            base_model=origin.model_path or BASE_BESIDE,
+            revision=origin.weights.pin.get("commit") if origin.weights else None,
+            dtype=None if form.dtype == "auto" else DTYPES[form.dtype],
         )
-    if form.verify != "off":
-        with noting_unverified(out):
-            verify_model(out, _folder(origin), runs_code=origin.runs_code)
-    if form.verify == "logits":
-        with noting_unverified(out):
-            if quantizer:
-                raise NotVerifiedError("the logits of a quantized model are not those of training")
-            verify_logits(weights, model.names, out, dtype, runs_code=origin.runs_code)
-    return facts
+        if origin.model_path and (rope := absent_rope(self.extras.hf_config)):
+            log.warning(
+                "export: adapter/ is of a base model with the rope_theta of attn_config, which "
+                "transformers 5 does not read: add %s to the config.json of %s before loading both",
+                *(json.dumps(rope)[1:-1], origin.model_path),
+            )
+        if form.verify != "off":
+            with noting_unverified(out / "adapter"):
+                verify_adapter(out / "adapter", self.model.hf_config)
+        if origin.model_path is None:
+            written["base"] = self.write_model(base, out / "base", None)
+        return written
+
+    def write_model(
+        self, weights: HFStateDict, out: Path, quantizer: Quantizer | None
+    ) -> dict[str, Any]:
+        form, origin, model, dtype = self.form, self.origin, self.model, self.dtype
+        with ExitStack() as opened:
+            state_dict = as_in_files(weights, model, opened)
+            num_layers = model.names.config.num_hidden_layers
+            if form.mtp == "drop":
+                state_dict = state_dict.without(prediction_tensors(state_dict.shapes, num_layers))
+            else:
+                state_dict = self._with_prediction_layers(state_dict, opened)
+                further = prediction_tensors(state_dict.shapes, num_layers)
+                quantizer = quantizer and quantizer.leaving_out(further)
+            facts = write_hf_folder(
+                state_dict,
+                out,
+                self.extras,
+                dtype=dtype,
+                max_shard_size=form.max_shard_bytes,
+                quantizer=quantizer,
+            )
+        if form.verify != "off":
+            with noting_unverified(out):
+                verify_model(out, _folder(origin), runs_code=origin.runs_code)
+        if form.verify == "logits":
+            with noting_unverified(out):
+                if quantizer:
+                    raise NotVerifiedError(
+                        "the logits of a quantized model are not those of training"
+                    )
+                verify_logits(weights, model.names, out, dtype, runs_code=origin.runs_code)
+        return facts
+
+    def _with_prediction_layers(self, weights: HFStateDict, opened: ExitStack) -> HFStateDict:
+        config = self.model.names.config
+        copies = copies_of_ends(config)
+        if (base_folder := _folder(self.origin)) is None:
+            return with_copies(weights, copies)
+        folder = opened.enter_context(SafetensorsFolder(base_folder))
+        names = prediction_tensors(folder.names(), config.num_hidden_layers)
+        weights = with_copies(weights, {name: of for name, of in copies.items() if name in names})
+        # What was not trained, as the base model has it.
+        missing = [name for name in names if name not in weights.shapes]
+        return weights.joined(prediction_layers(folder, missing, self.model.published))
+
+    @property
+    def dtype(self) -> torch.dtype:
+        if self.form.dtype != "auto":
+            return DTYPES[self.form.dtype]
+        if declared := declared_dtype(self.extras.hf_config):
+            return declared if self.origin.model_path else torch.float32
+        if (folder := _folder(self.origin)) is None:
+            return torch.float32
+        with SafetensorsFolder(folder) as weights:
+            # As dtype="auto" of transformers: that of the first floating-point tensor.
+            stored = (weights.stored(name).dtype for name in weights.names())
+            return next(filter(operator.attrgetter("is_floating_point"), stored), torch.float32)
 
 
 def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack) -> HFStateDict:
@@ -211,45 +242,6 @@ def as_in_files(weights: HFStateDict, model: BaseModelWeights, opened: ExitStack
     local_base = model.here(folder)
     weights = in_files_form(weights, local_base, parts_in(model.names, local_base))
     return in_multimodal(weights, folder, model.vision_names(folder))
-
-
-def _with_prediction_layers(
-    weights: HFStateDict, origin: ModelSource, model: BaseModelWeights, opened: ExitStack
-) -> HFStateDict:
-    copies, config = copies_of_ends(model.names.config), model.names.config
-    if (base_folder := _folder(origin)) is None:
-        return with_copies(weights, copies)
-    folder = opened.enter_context(SafetensorsFolder(base_folder))
-    names = prediction_tensors(folder.names(), config.num_hidden_layers)
-    weights = with_copies(weights, {name: of for name, of in copies.items() if name in names})
-    # What was not trained, as the base model has it.
-    missing = [name for name in names if name not in weights.shapes]
-    return weights.joined(prediction_layers(folder, missing, model.published))
-
-
-def _dtype(form: ExportFormat, origin: ModelSource, hf_config: Any) -> torch.dtype:
-    if form.dtype != "auto":
-        return DTYPES[form.dtype]
-    if declared := declared_dtype(hf_config):
-        return declared if origin.model_path else torch.float32
-    if (folder := _folder(origin)) is None:
-        return torch.float32
-    with SafetensorsFolder(folder) as weights:
-        # As dtype="auto" of transformers: that of the first floating-point tensor.
-        stored = (weights.stored(name).dtype for name in weights.names())
-        return next(filter(operator.attrgetter("is_floating_point"), stored), torch.float32)
-
-
-def _base(
-    origin: ModelSource, reader: CheckpointReader, base: BaseModelWeights, opened: ExitStack
-) -> HFStateDict:
-    if not reader.state["adapter_only"]:
-        return in_checkpoint(reader, base.names, base.formats)
-    # Adapters were trained on the quantized matrices, so these are exported, not the original ones.
-    if (base_folder := _folder(origin)) is None:
-        return in_source(base.quantized_reader(base.random_init(origin.seed)), base.names)
-    folder = opened.enter_context(SafetensorsFolder(base_folder))
-    return in_source(base.quantized_reader(folder), base.names)
 
 
 def _folder(origin: ModelSource) -> Path | None:

@@ -57,11 +57,8 @@ class Stored:
 
 
 class SafetensorsFolder:
-    """The tensors of a folder, by name.
-
-    Every method may raise CapabilityError for a folder without safetensors or with invalid ones;
-    the constructor reads nothing.
-    """
+    """The tensors of a folder, by name. Every method may raise CapabilityError for a folder without
+    safetensors or with invalid ones; the constructor reads nothing."""
 
     def __init__(self, folder: Path, single: str = SINGLE) -> None:
         """`single` is the name of the file if there is no index."""

@@ -18,7 +18,6 @@ from penstock.engine.hf.safetensors_reader import DTYPES, Stored
 FORMAT_OF = {dtype: name for name, dtype in DTYPES.items()}
 
 Kind = tuple[tuple[int, ...], torch.dtype]
-"""Shape and dtype."""
 
 
 @dataclass(frozen=True)

@@ -61,13 +61,11 @@ class HFStateDict:
         return HFStateDict(shapes, read, dtypes)
 
     def without(self, names: Iterable[str]) -> "HFStateDict":
-        """All but these."""
         left_out = {*names}
         shapes = {name: shape for name, shape in self.shapes.items() if name not in left_out}
         return HFStateDict(shapes, self.read, self.dtypes)
 
     def joined(self, added: "HFStateDict") -> "HFStateDict":
-        """Both together."""
         if not added.shapes:
             return self
 
@@ -82,10 +80,8 @@ class HFStateDict:
 
 
 def in_checkpoint(reader: Tensors, names: WeightMap, formats: Formats | None = None) -> HFStateDict:
-    """The tensors of a training checkpoint; matrices in `formats` are dequantized to fp32.
-
-    Raises ArtifactError if it is of another model.
-    """
+    """The tensors of a training checkpoint; matrices in `formats` are dequantized to fp32. Raises
+    ArtifactError if it is of another model."""
     saved, shapes, quantized = reader.shapes(), names.hf_shapes(), formats or {}
     for name, shape in shapes.items():
         saved_shape = saved.get(f"{name}.codes" if name in quantized else name, (None,))[0]

@@ -17,7 +17,6 @@ from penstock.models.state_layer_config import Shape
 from penstock.models.weights import WeightMap
 
 StoredShape = Callable[[str], Shape]
-"""The shape of a tensor in files."""
 
 
 @dataclass(frozen=True)

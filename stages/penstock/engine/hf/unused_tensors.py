@@ -121,7 +121,6 @@ class _Files:
                 )
 
     def _blocks(self, name: str) -> Iterator[object]:
-        """Dtype and shape of a tensor, then its bytes."""
         file, entry = self.entries[name]
         yield entry.dtype, entry.shape
         with file.open("rb") as stream:

@@ -30,7 +30,6 @@ UNKNOWN = "Unexpected keyword arguments"
 """PEFT's warning for entries of adapter_config.json that it does not know."""
 
 LONGEST = 400
-"""Characters of another library's error."""
 
 
 class NotVerifiedError(Exception):
@@ -82,12 +81,9 @@ def verify_model(folder: Path, base: Path | None = None, *, runs_code: bool = Fa
 
 
 def verify_adapter(folder: Path, hf_config: Mapping[str, Any]) -> None:
-    """Load an adapter as PEFT does, into the model of this config.json without weights.
-
-    Raises:
-        StageError: it does not load.
-        NotVerifiedError: PEFT is not installed, or transformers lacks the model.
-    """
+    """Load an adapter as PEFT does, into the model of this config.json without weights. Raises
+    StageError if it does not load; NotVerifiedError if PEFT is not installed, or transformers lacks
+    the model."""
     try:
         from peft import PeftModel  # noqa: PLC0415 - an optional package
     except ImportError as error:

@@ -29,11 +29,8 @@ def verify_logits(
     weights: HFStateDict, names: WeightMap, folder: Path, dtype: torch.dtype, *, runs_code: bool
 ) -> None:
     """Compare the logits of a few tokens. `weights` are those that were written to the folder.
-
-    Raises:
-        StageError: they differ.
-        NotVerifiedError: both models do not fit in half of this machine's memory.
-    """
+    Raises StageError if they differ; NotVerifiedError if both models do not fit in half of this
+    machine's memory."""
     # Two models, four bytes a number.
     needed, memory = 2 * 4 * weights.num_parameters, memory_bytes()
     if memory and needed > memory / 2:

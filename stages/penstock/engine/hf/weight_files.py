@@ -14,7 +14,6 @@ from penstock.models.state_layer_config import Shape
 from penstock.models.weights import WeightMap
 
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
-"""Dtypes of codes and of their scales."""
 
 OF_HIDDEN_STATES = re.compile(
     r"\.layers\.(?P<layer>\d+)\.self_attn\.[qkv]_proj\.lora_A(\.default)?\.weight$"

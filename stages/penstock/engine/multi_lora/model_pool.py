@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
 import torch
+from pydantic import ValidationError
 
 from penstock.adapters.lora import LoraLinear
 from penstock.adapters.lora_embedding import LoraEmbedding
@@ -16,13 +17,15 @@ from penstock.adapters.lora_experts import ExpertAdapter
 from penstock.adapters.match_targets import HEAD
 from penstock.adapters.names import parse_lora_name
 from penstock.adapters.scaling import lora_scaling
+from penstock.config.rules.optimizer import check_optimizer_kwargs
 from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.hf.load_weights import copy_shard
-from penstock.engine.multi_lora.client_optimizer import optimizer_for, override_optimizer
 from penstock.engine.multi_lora.rank_padding import padded_lora_init
 from penstock.engine.multi_lora.shared_base import SharedBase
+from penstock.engine.optim.build import build_distributed_optimizer
 from penstock.engine.optim.norm_metrics import Norms, norms_by_type
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 
@@ -32,6 +35,13 @@ KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
 
 Per = Literal["sum", "token"]
 """What accumulated gradients belong to: the sum of losses, or a sum to divide by the tokens."""
+
+
+DECAYS = "decays"
+"""The key in an optimizer group for whether it has weight decay."""
+
+STEP_HYPERPARAMETERS = ("betas", "eps")
+"""Hyperparameters that every step brings."""
 
 
 class UnknownModelError(ConfigError):
@@ -50,7 +60,6 @@ class LoraSpec:
 
     @property
     def scale(self) -> float:
-        """The factor of the product B A."""
         return lora_scaling(self.rank, self.alpha, "rank")
 
     def adapts(self, layer: str) -> bool:
@@ -58,7 +67,6 @@ class LoraSpec:
         return (kind := layer_kind(layer)) is None or kind in self.kinds
 
     def trains(self, local_param: LocalParam) -> bool:
-        """Whether this LoRA factor is trained."""
         factor = parse_lora_name(local_param.name)
         assert factor is not None, f"{local_param.name} is no part of an adapter"
         return self.adapts(factor.module)
@@ -72,7 +80,6 @@ class TenantModel:
     adapter: LoraSpec | None
     """None: full fine-tuning."""
     run: RunConfig
-    """The run settings, with the optimizer that the client chose."""
     trained: Sequence[LocalParam]
     """The parameters that its optimizer steps, on this rank."""
     optimizer: torch.optim.Optimizer
@@ -83,9 +90,7 @@ class TenantModel:
     gradients: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
     """Accumulated gradients since the last step, by parameter name, sharded like the parameters."""
     per: Per | None = None
-    """What the gradients belong to; None: there are none."""
     tokens: int = 0
-    """Trained tokens of the accumulated passes."""
     step: int = 0
 
     def zero_grad(self) -> None:
@@ -108,7 +113,6 @@ class ModelPool:
 
     @property
     def kinds(self) -> frozenset[Kind]:
-        """The kinds of layers with adapters."""
         return frozenset(kind for kind in map(layer_kind, self.substrate.adapted) if kind)
 
     def get(self, name: str) -> TenantModel:
@@ -120,12 +124,9 @@ class ModelPool:
     def open(
         self, name: str, adapter: LoraSpec | None, optimizer: Mapping[str, Any]
     ) -> TenantModel:
-        """Open a new model and load it. `optimizer` are settings of the train section.
-
-        Raises:
-            ConfigError: the name is taken, the adapter or the settings are invalid, or another
-                model uses full fine-tuning.
-        """
+        """Open a new model and load it. `optimizer` are settings of the train section. Raises
+        ConfigError if the name is taken, the adapter or the settings are invalid, or another model
+        uses full fine-tuning."""
         self._require_room(name)
         run = override_optimizer(self.substrate.run, optimizer)
         trainable = self.substrate.trainable
@@ -236,7 +237,6 @@ class ModelPool:
         resident.optimizer = optimizer_for(resident.run, resident.trained, self.substrate)
 
     def load_base(self) -> None:
-        """Load the base model without an adapter."""
         self.deactivate()
         factors = self.substrate.factors
         zeros = [torch.zeros_like(local(factor.parameter.detach())) for factor in factors]
@@ -255,7 +255,6 @@ class ModelPool:
         return self.substrate.trainable if shared else self.substrate.params
 
     def _init_adapter(self, adapter: LoraSpec) -> list[torch.Tensor]:
-        """This rank's shards of a new adapter's tensors."""
         weights: list[torch.Tensor] = []
         for param in self.substrate.trainable:
             shard = torch.zeros_like(local(param.parameter.detach()))
@@ -345,3 +344,48 @@ def layer_kind(layer: str) -> Kind | None:
         return "attn"
     networks = ".mlp", ".block_sparse_moe", ".feed_forward", ".shared_mlp"
     return "mlp" if any(module in layer for module in networks) else None
+
+
+def optimizer_for(
+    run: RunConfig, trained: Sequence[LocalParam], substrate: SharedBase
+) -> torch.optim.Optimizer:
+    """A new optimizer without state. Collective."""
+    # Any weight decay: it only marks the groups with decay, and each step brings its own value.
+    train = run.train.model_copy(update={"weight_decay": 1.0})
+    run = run.model_copy(update={"train": train})
+    optimizer = build_distributed_optimizer(
+        run, trained, substrate.family.roles, substrate.built.config, substrate.ranks
+    )
+    for group in optimizer.param_groups:
+        group[DECAYS] = bool(group["weight_decay"])
+    return optimizer
+
+
+def override_optimizer(run: RunConfig, optimizer: Mapping[str, Any]) -> RunConfig:
+    """The run with these settings of the train section. Raises ConfigError if no optimizer has
+    them, or if the optimizer cannot train an adapter."""
+    if not optimizer:
+        return run
+    for name in STEP_HYPERPARAMETERS:
+        if name in optimizer.get("optimizer_kwargs", {}):
+            raise ConfigError(f"{name} is sent with each step.\n  Leave it out of kwargs.")
+    # Without defaults, which may be others for the client's optimizer.
+    written = run.train.model_dump(exclude_unset=True)
+    try:
+        train = TrainConfig.model_validate({**written, **optimizer})
+    except ValidationError as error:
+        [first, *_] = error.errors()
+        field = ".".join(map(str, first["loc"]))
+        raise ConfigError(
+            f"no optimizer here can be {dict(optimizer)}: {field}: {first['msg']}.\n"
+            "  Leave optimizer_config out for the server's own."
+        ) from None
+    if train.optimizer == "muon" and run.lora.enable_lora:
+        raise ConfigError(
+            "Muon updates matrices of hidden layers, and a model with an adapter trains none of "
+            "those: what it trains would be AdamW's.\n  Ask for adamw."
+        )
+    overridden = run.model_copy(update={"train": train})
+    for fault in check_optimizer_kwargs(overridden):
+        raise ConfigError(f"optimizer_config: {fault.path[-1]}: {fault.text}.")
+    return overridden

@@ -91,13 +91,11 @@ class ModelStore:
 
     residents: ModelPool
     base_model: str
-    """The name of the base model."""
     tokenizer: TokenizerFiles
     group: dist.ProcessGroup
     """A gloo group of all ranks used for nothing else."""
 
     def sizes(self, name: str) -> Sizes:
-        """The size of the model on disk."""
         resident, substrate = self.residents.get(name), self.residents.substrate
         exported = None
         if substrate.sharing == "alone":
@@ -383,10 +381,8 @@ def sampler_in(folder: Path) -> Mapping[str, Any]:
 
 
 def require_whole_sampler(folder: Path, *, share: int, of: int) -> None:
-    """Raise ArtifactError unless the files in a sampler folder match their digests.
-
-    Each of `of` readers verifies one `share` of the bytes. Without digests nothing is verified.
-    """
+    """Raise ArtifactError unless the files in a sampler folder match their digests. Each of `of`
+    readers verifies one `share` of the bytes. Without digests nothing is verified."""
     try:
         digests = FolderDigests.read(folder)
     except ArtifactError as error:

@@ -8,8 +8,7 @@ import torch
 
 from penstock.core.errors import ConfigError, StageError
 from penstock.engine.distributed.param_shards import local
-from penstock.engine.multi_lora.client_optimizer import DECAYS
-from penstock.engine.multi_lora.model_pool import ModelPool, TenantModel
+from penstock.engine.multi_lora.model_pool import DECAYS, ModelPool, TenantModel
 from penstock.engine.optim.clip_grad import gradient_norm, scale_gradients
 from penstock.engine.peft.relora import ReLoRA
 from penstock.optim.groups import MATRICES, RATE

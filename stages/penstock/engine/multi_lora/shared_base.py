@@ -67,7 +67,6 @@ class SharedBase:
 
     @property
     def vision(self) -> VisionConfig | None:
-        """The vision part; None for a text model."""
         return read_vision(self.hf_config) if self.family.multimodal else None
 
     @property
@@ -102,12 +101,10 @@ class SharedBase:
 
     @property
     def factors(self) -> list[LocalParam]:
-        """The LoRA factors on this rank."""
         return [param for param in self.trainable if parse_lora_name(param.name)]
 
     @property
     def base(self) -> BaseModelWeights:
-        """The weights that it was built with, by checkpoint name."""
         quantizing, roles = quantization_args(self.run), self.family.roles
         return BaseModelWeights(self.names, quantizing, self.hf_config, roles, self.weights)
 
@@ -142,7 +139,6 @@ class SharedBase:
 
     @torch.no_grad()
     def load_params(self, params: Sequence[LocalParam], values: Sequence[torch.Tensor]) -> None:
-        """Set this rank's shards of parameters."""
         for param, value in zip(params, values, strict=True):
             local(param.parameter.detach()).copy_(value)
         self.reshard()

@@ -13,8 +13,12 @@ from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.optim.distributed_muon import DistMuon, is_matrix
-from penstock.engine.optim.head_rows import split_by_heads, whole_matrices
+from penstock.engine.optim.distributed_muon import (
+    DistMuon,
+    is_matrix,
+    split_by_heads,
+    whole_matrices,
+)
 from penstock.engine.optim.novograd_norms import TensorNorms
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.tp_roles import Roles

@@ -13,11 +13,8 @@ from penstock.engine.step_part import StepPart, StepState
 
 @torch.no_grad()
 def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Tensor:
-    """The L2 norm of all gradients, fp32 scalar, the same on every rank.
-
-    A shard that several ranks hold is divided by their number, so one all-reduce is right for every
-    layout.
-    """
+    """The L2 norm of all gradients, fp32 scalar, the same on every rank. A shard that several ranks
+    hold is divided by their number, so one all-reduce is right for every layout."""
     by_copies: dict[int, list[torch.Tensor]] = defaultdict(list)
     for param in params:
         if param.parameter.grad is None:

@@ -6,7 +6,8 @@ matrices. Matrices are sent in bfloat16, the dtype in which the Newton-Schulz it
 ends, so nothing is lost.
 """
 
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import accumulate, cycle, groupby
 from operator import attrgetter
@@ -18,7 +19,7 @@ from torch import nn
 from penstock.adapters.names import parse_lora_name
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.optim.head_rows import HeadRows, whole_matrices
+from penstock.models.decoder_config import DecoderConfig
 from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.optim.muon import MomentumFn, Orthogonalizer
 
@@ -32,7 +33,41 @@ MUON_STYLES = (
     ParallelStyle.REPLICATED,
     ParallelStyle.EXPERTS,
 )
-"""The parallel styles of hidden-layer matrices."""
+
+
+HeadRows = Callable[[str], tuple[int, ...]]
+"""The name of a parameter to the numbers of rows of the matrices that its tensors consist of, which
+repeat until the last row: those of a head. Empty: a tensor is one matrix."""
+
+ATTENTION_LAYER = re.compile(r"\.layers\.(\d+)\.self_attn\.(\w+)\.(?:weight|bias)$")
+
+
+def attention_layer(name: str) -> tuple[int, str] | None:
+    """The layer number and the linear layer ("q_proj") of a parameter; None for others."""
+    match = ATTENTION_LAYER.search(name)
+    return (int(match[1]), match[2]) if match else None
+
+
+def whole_matrices(name: str) -> tuple[int, ...]:
+    """No tensor is split."""
+    del name
+    return ()
+
+
+def split_by_heads(config: DecoderConfig) -> HeadRows:
+    """Each head's queries, keys and values are a matrix."""
+
+    def head_rows(name: str) -> tuple[int, ...]:
+        number, layer = attention_layer(name) or (0, "")
+        if latent := config.latent:
+            of_latent = {"kv_b_proj": (latent.nope_dim, latent.v_dim)}
+            of_latent |= dict.fromkeys(("q_proj", "q_b_proj"), (latent.qk_dim,))
+            return of_latent.get(layer, ())
+        if layer in ("q_proj", "k_proj", "v_proj", "qkv_proj"):
+            return (config.of_layer(number).head_dim,)
+        return ()
+
+    return head_rows
 
 
 def is_matrix(local_param: LocalParam, roles: Roles) -> bool:
@@ -59,7 +94,6 @@ class Box:
     matrix: tuple[str, int]
     """The tensor in a checkpoint, and the index of the matrix in its stack."""
     shape: tuple[int, int]
-    """The shape of the full matrix."""
     offsets: tuple[int, int]
     sizes: tuple[int, int]
 
@@ -68,7 +102,6 @@ class Box:
         return self.sizes[0] * self.sizes[1]
 
     def within(self, whole_NK: torch.Tensor) -> torch.Tensor:
-        """The view of this box in the full matrix."""
         rows, columns = self.offsets
         return whole_NK[rows : rows + self.sizes[0], columns : columns + self.sizes[1]]
 
@@ -80,7 +113,6 @@ class Message:
     wave: int
     box: Box
     source: int
-    """The rank that sends it."""
     owner: int
     holders: tuple[int, ...]
     """All ranks that receive the result."""

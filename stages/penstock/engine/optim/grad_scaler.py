@@ -26,9 +26,7 @@ class GradScaler(StepPart):
 
     scale: float
     quiet: int = 0
-    """Steps since the last change."""
     params: Sequence[LocalParam] = field(default=(), repr=False)
-    """The trainable parameters."""
 
     def before_forward(self, step: StepState) -> None:
         step.scale = self.scale
@@ -49,7 +47,6 @@ class GradScaler(StepPart):
         return self.scale >= MIN_SCALE
 
     def after_update(self, step: StepState) -> None:
-        """Record a step with finite gradients."""
         del step
         self.quiet += 1
         if self.quiet == GROWTH_INTERVAL:

@@ -110,7 +110,6 @@ class Norms(StepPart):
         return metrics
 
     def by_name(self, norm: Norm) -> Mapping[str, float]:
-        """The norm of each layer."""
         return dict(zip(self.names, norm.layers_L.tolist(), strict=True))
 
     @torch.no_grad()
@@ -138,20 +137,16 @@ class Norms(StepPart):
 
 
 def norm_layer_name(name: str) -> str:
-    """The layer of a parameter, or the module outside layers:
-
-    `layers.3`, `embed_tokens`, `norm`, `lm_head`.
-    """
+    """The layer of a parameter, or the module outside layers: `layers.3`, `embed_tokens`, `norm`,
+    `lm_head`."""
     if match := _LAYER.match(name):
         return f"layers.{match[1]}"
     return name.removeprefix("model.").partition(".")[0]
 
 
 def norm_layer_type(name: str) -> str:
-    """The layer type of a parameter:
-
-    `attention`, `feed_forward`, `experts`, `router`, `norm`, or the module outside layers.
-    """
+    """The layer type of a parameter: `attention`, `feed_forward`, `experts`, `router`, `norm`, or
+    the module outside layers."""
     inner = _LAYER.sub("", name)
     if inner.startswith((f"{SELF_ATTN}.", f"{LINEAR_ATTN}.")):
         return "attention"

@@ -45,14 +45,12 @@ class TensorNorms(Tensors):
             self._places[param.parameter], self._shares[param.parameter] = slots_N, shares_N
 
     def parts(self, parameter: nn.Parameter, tensor: torch.Tensor) -> list[torch.Tensor]:
-        """One part for each shard."""
         pieces = self._pieces[parameter]
         return [piece.view(tensor).view(len(numbers_of(piece)), -1) for piece in pieces]
 
     def square_norms(
         self, gradients: Mapping[nn.Parameter, torch.Tensor]
     ) -> Mapping[nn.Parameter, torch.Tensor]:
-        """The squared norm of each full tensor, over all ranks."""
         device = self._ranks.device
         sums = torch.zeros(self._count, dtype=torch.float64, device=device)
         for parameter, gradient in gradients.items():

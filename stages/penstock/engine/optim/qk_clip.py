@@ -16,7 +16,7 @@ from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.engine.optim.head_rows import attention_layer
+from penstock.engine.optim.distributed_muon import attention_layer
 from penstock.engine.step_part import StepPart, StepState
 from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder

@@ -8,11 +8,9 @@ from penstock.core.files import read_json_object
 
 CONFIG = "adapter_config.json"
 
+# Others (PiSSA and the like) subtract a part of the base weights first, which no file contains.
 STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""LoRA initializations that leave the base weights unchanged.
-
-Others (PiSSA and the like) subtract a part of the base weights first, which no file contains.
-"""
+"""LoRA initializations that leave the base weights unchanged."""
 
 UNSUPPORTED = {
     "layer_replication": "layers that are used more than once",
@@ -23,10 +21,8 @@ UNSUPPORTED = {
 
 
 def read_peft_config(folder: Path) -> dict[str, Any]:
-    """The content of `adapter_config.json`.
-
-    Raises CapabilityError for a folder without one, or for unsupported settings.
-    """
+    """The content of `adapter_config.json`. Raises CapabilityError for a folder without one, or for
+    unsupported settings."""
     if not (folder / CONFIG).is_file():
         raise CapabilityError(
             f"{folder} has no {CONFIG}.\n  Name the folder that holds the adapter."

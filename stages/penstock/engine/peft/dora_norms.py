@@ -1,6 +1,6 @@
 """DoRA magnitude initialization: norms of the base model's weights."""
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Sequence
 from contextlib import nullcontext
 from pathlib import Path
 
@@ -23,9 +23,8 @@ def norms_for(
     ranks: ProcessInfo,
     to_reader: ToReader,
 ) -> dict[str, torch.Tensor]:
-    """The row norms of every weight with a DoRA adapter on any rank, by layer name. Collective.
-
-    For an embedding they are column norms. All ranks get all norms.
+    """The row norms (of an embedding, column norms) of every weight with a DoRA adapter on any
+    rank, by layer name, on all ranks. Collective.
 
     Weights come from the folder `weights`, wrapped by `to_reader`, or without one from the initial
     values `drawn`. Norms are computed from full rows in a fixed order, so they do not depend on the
@@ -50,23 +49,14 @@ def norms_for(
         if read_layers:
             source.require(f"{layer}.weight" for layer in read_layers)
         for layer in read_layers:
-            norms_by_layer[layer] = _norms(layer, _rows(source, f"{layer}.weight"))
-    return {
-        layer: norms
-        for rank_norms in ranks.all_gather(norms_by_layer)
-        for layer, norms in rank_norms.items()
-    }
-
-
-def _norms(layer: str, stretches: Iterable[torch.Tensor]) -> torch.Tensor:
-    """fp32, from sums in fp64."""
-    dim = 0 if layer == EMBEDDING else 1
-    squares = [rows.double().square_().sum(dim) for rows in stretches]
-    total = torch.stack(squares).sum(0) if dim == 0 else torch.cat(squares)
-    return total.sqrt_().float()
-
-
-def _rows(source: TensorReader, name: str) -> Iterator[torch.Tensor]:
-    stored = source.stored(name)
-    for first, end in row_blocks(stored.shape, stored.dtype):
-        yield source.box(name, (first, 0), (end - first, stored.shape[1]))
+            name, dim = f"{layer}.weight", 0 if layer == EMBEDDING else 1
+            stored = source.stored(name)
+            squares: list[torch.Tensor] = []
+            for first, end in row_blocks(stored.shape, stored.dtype):
+                rows = source.box(name, (first, 0), (end - first, stored.shape[1]))
+                squares.append(rows.double().square_().sum(dim))
+            total = torch.stack(squares).sum(0) if dim == 0 else torch.cat(squares)
+            norms_by_layer[layer] = total.sqrt_().float()
+    for rank_norms in ranks.all_gather(norms_by_layer):
+        norms_by_layer |= rank_norms
+    return norms_by_layer

@@ -25,22 +25,23 @@ class AdapterStart:
     """The tensors of an adapter folder, by their names in training checkpoints."""
 
     def __init__(self, folder: Path, chosen: Sequence[str], names: WeightMap) -> None:
-        """`chosen` are the layers that the run adapts, by checkpoint name.
-
-        Raises ConfigError if the folder has other layers, and CapabilityError for content that is
-        not trained here.
-        """
-        self._folder, self._names = (
-            PeftFolder(folder, names.hf_name),
-            names,
-        )
+        """`chosen` are the layers that the run adapts, by checkpoint name. Raises ConfigError if
+        the folder has other layers, and CapabilityError for content that is not trained here."""
+        self._folder, self._names = PeftFolder(folder, names.hf_name), names
         self._check(chosen)
 
     def __call__(self, name: str, shape: tuple[int, ...]) -> torch.Tensor:
         """The full tensor of this name, fp32. Raises ConfigError if its shape differs."""
         factor = parse_lora_name(name)
         assert factor is not None, f"{name} is no part of an adapter"
-        tensor = self._of_experts(factor, shape) if factor.is_expert else self._of_layer(factor)
+        if factor.is_expert:
+            tensor = self._of_experts(factor, shape)
+        elif factor.side == MAGNITUDE:
+            norms = self._folder.part(factor.hf_module, NORMS)
+            tensor = None if norms is None else norms.flatten()
+        else:
+            ends = EMBEDDED if factor.is_embedding else LINEAR
+            tensor = self._folder.part(factor.hf_module, ends[factor.side == "lora_B"])
         if tensor is None or tuple(tensor.shape) != shape:
             stored = "absent" if tensor is None else tuple(tensor.shape)
             raise ConfigError(
@@ -51,7 +52,6 @@ class AdapterStart:
         return tensor
 
     def load_biases(self, params: Sequence[LocalParam]) -> None:
-        """Load biases that were trained with the adapter."""
         with torch.no_grad():
             for param in params:
                 for piece in param.shards:
@@ -59,13 +59,6 @@ class AdapterStart:
                     if is_bias and self._folder.replacement(piece.tensor):
                         bias = self._folder.replacing(piece.tensor)
                         copy_shard(bias, piece, piece.view(local(param.parameter)))
-
-    def _of_layer(self, factor: LoraParamName) -> torch.Tensor | None:
-        if factor.side == MAGNITUDE:
-            norms = self._folder.part(factor.hf_module, NORMS)
-            return None if norms is None else norms.flatten()
-        ends = EMBEDDED if factor.is_embedding else LINEAR
-        return self._folder.part(factor.hf_module, ends[factor.side == "lora_B"])
 
     def _of_experts(self, factor: LoraParamName, shape: tuple[int, ...]) -> torch.Tensor | None:
         """The stacked factors of all experts, or the shared one; None if an expert has none."""
@@ -98,9 +91,8 @@ class AdapterStart:
         pair = [self._folder.part(module, end) for end in LINEAR]
         if pair[0] is None or pair[1] is None or not self._names.num_experts:
             return []
-        return list(
-            separate_factors(pair[0], pair[1], self._names.num_experts)[factor.side == "lora_B"]
-        )
+        factors = separate_factors(pair[0], pair[1], self._names.num_experts)
+        return list(factors[factor.side == "lora_B"])
 
     def _check(self, chosen: Sequence[str]) -> None:
         folder = self._folder
@@ -118,8 +110,12 @@ class AdapterStart:
                 "lora.lora_target_modules names.\n"
                 "  Leave lora_target_modules out to train what it adapts."
             )
-        # Layers that all experts have though only some of their matrices were trained.
-        more = sorted(module for module in stored - expected if self._changes(module))
+        more: list[str] = []
+        for module in sorted(stored - expected):
+            second = folder.part(module, LINEAR[1])
+            # Zeros are of layers that all experts have though only some of them were trained.
+            if second is None or second.any():
+                more.append(module)
         if more:
             raise ConfigError(
                 f"lora.init_adapter_path: {folder.folder} adapts {more[0]} as well, which "
@@ -127,12 +123,7 @@ class AdapterStart:
                 "  Leave lora_target_modules out to train what it adapts."
             )
 
-    def _changes(self, module: str) -> bool:
-        second = self._folder.part(module, LINEAR[1])
-        return second is None or bool(second.any())
-
     def _modules(self, chosen: Sequence[str]) -> Iterator[str]:
-        """The folder's names of these layers."""
         for layer in chosen:
             before, is_expert_layer, matrix = layer.partition(f".{EACH}.")
             if not is_expert_layer or not self._names.num_experts:

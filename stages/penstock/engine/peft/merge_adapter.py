@@ -65,11 +65,16 @@ class AdapterMerge:
             self.embeddings = embeddings()
             missing = self._tie_or_untie(missing)
         if missing:
-            raise self._without(missing)
+            near = get_close_matches(missing[0], base.names(), n=1)
+            raise CapabilityError(
+                f"{folder.folder} adapts {len(missing)} tensors that the base model does not have,"
+                f" first {missing[0]}{f' (it has {near[0]})' if near else ''}.\n"
+                "  Name the base model that it was trained on; a head that is the embedding itself "
+                "(tie_word_embeddings) cannot be merged apart from it."
+            )
         self._check_vocabulary()
 
     def targets(self) -> list[str]:
-        """The names of the modified tensors."""
         return [*self._plain, *self._of_experts]
 
     def by_file(self) -> dict[Path, list[str]]:
@@ -86,15 +91,12 @@ class AdapterMerge:
         return self._copied.get(target, target)
 
     def replacement(self, target: str) -> Stored | None:
-        """The header entry of the tensor that replaces the base model's, or None."""
         return self.folder.replacement(self._replaced_by(target))
 
     def replacing(self, target: str) -> torch.Tensor:
-        """The replacement tensor, as stored."""
         return self.folder.replacing(self._replaced_by(target))
 
     def shape(self, target: str) -> tuple[int, ...]:
-        """The tensor's shape in the merged model."""
         return (self.replacement(target) or self._base.stored(self.source(target))).shape
 
     def _replaced_by(self, target: str) -> str:
@@ -127,7 +129,6 @@ class AdapterMerge:
         return [name for name in missing if name not in pair]
 
     def _check_vocabulary(self) -> None:
-        """Reject an embedding and a head of different sizes: no model has them."""
         ends = self.embeddings
         if not ends or not ends.embedding or not ends.head:
             return
@@ -148,7 +149,6 @@ class AdapterMerge:
                 )
 
     def change_of(self, target: str) -> WeightDelta | None:
-        """The LoRA delta for this tensor, or None."""
         build_change = self._of_experts.get(target)
         return build_change() if build_change else self.folder.change_of(target)
 
@@ -168,21 +168,18 @@ class AdapterMerge:
 
     def _match_stack(self, module: str, names: list[str]) -> bool:
         """One tensor [experts, out, in], or transposed [experts, in, out], with matching sizes."""
-        is_transposed = any(self._is_transposed(name) for name in names)
-        for name in names:
-            num_experts, *sides = self._base.stored(name).shape
+        shapes = {name: self._base.stored(name).shape for name in names}
+        # The rows of a gate-up projection are then the hidden size.
+        is_transposed = any(
+            name.endswith("gate_up_proj") and rows == self._hidden_size != columns
+            for name, (_, rows, columns) in shapes.items()
+        )
+        for name, (num_experts, *sides) in shapes.items():
             out, width = self.folder.outline(module)
             if [out, width][:: -1 if is_transposed else 1] == sides:
-                self._of_experts[name] = partial(self._stacked, module, num_experts, is_transposed)
+                self._of_experts[name] = partial(self._stack, module, num_experts, is_transposed)
                 return True
         return False
-
-    def _is_transposed(self, name: str) -> bool:
-        """Whether a stack is transposed: the rows of a gate-up projection are then the hidden
-        size.
-        """
-        _, rows, columns = self._base.stored(name).shape
-        return rows == self._hidden_size != columns and name.endswith("gate_up_proj")
 
     def _match_separate(self, module: str, layer: str) -> bool:
         """Separate matrices of each expert; gate and up, if both are there, are row ranges of one
@@ -199,12 +196,11 @@ class AdapterMerge:
             parts = 2 if kind != "down" and is_gated else 1
             if columns == width and out == parts * rows:
                 self._of_experts[name] = partial(
-                    self._one, module, num_experts, expert, slice(start, start + rows)
+                    self._rows_of_expert, module, num_experts, expert, slice(start, start + rows)
                 )
         return any(name in self._of_experts for name in matrices.values())
 
     def _matrices(self, layer: str) -> dict[tuple[int, str], str]:
-        """An expert's matrices by its index and their kind."""
         # Mixtral's files use this name, and transformers' model uses mlp.
         old = layer.replace(".mlp.", ".block_sparse_moe.")
         pattern = re.compile(rf"({re.escape(layer)}|{re.escape(old)})\.(\d+)\.(\w+)\.weight")
@@ -217,21 +213,14 @@ class AdapterMerge:
                     names[int(match[2]), kind] = name
         return names
 
-    def _stacked(self, module: str, num_experts: int, is_transposed: bool) -> WeightDelta:
+    def _stack(self, module: str, num_experts: int, is_transposed: bool) -> WeightDelta:
         products = self._products(module, num_experts)
         if is_transposed:
             products = [product.transpose() for product in products]
         return WeightDelta(BatchedDelta(tuple(products)))
 
-    def _one(self, module: str, num_experts: int, expert: int, rows: slice) -> WeightDelta:
+    def _rows_of_expert(
+        self, module: str, num_experts: int, expert: int, rows: slice
+    ) -> WeightDelta:
         product = self._products(module, num_experts)[expert]
         return WeightDelta(LoraDelta(product.left[rows], product.right, product.scale))
-
-    def _without(self, missing: list[str]) -> CapabilityError:
-        near = get_close_matches(missing[0], self._base.names(), n=1)
-        return CapabilityError(
-            f"{self.folder.folder} adapts {len(missing)} tensors that the base model does not have,"
-            f" first {missing[0]}{f' (it has {near[0]})' if near else ''}.\n"
-            "  Name the base model that it was trained on; a head that is the embedding itself "
-            "(tie_word_embeddings) cannot be merged apart from it."
-        )

@@ -64,7 +64,6 @@ class PeftFolder:
         self._tensors.__exit__()
 
     def modules(self) -> list[str]:
-        """The layers with adapters."""
         return list(self._layers)
 
     def part(self, module: str, end: str) -> torch.Tensor | None:
@@ -74,7 +73,6 @@ class PeftFolder:
         return self._read(name) if name else None
 
     def targets(self) -> list[str]:
-        """The modified tensors of the base model."""
         matrices = [f"{module}.weight" for module in self._layers]
         biases = [f"{module}.bias" for module, ends in self._layers.items() if BIAS in ends]
         replaced = [*self._replaced, *self._of_base]
@@ -86,7 +84,6 @@ class PeftFolder:
         return self._tensors.stored(name) if name else None
 
     def replacing(self, target: str) -> torch.Tensor:
-        """The replacement tensor, as stored."""
         return self._tensors[self._replaced.get(target) or self._of_base[target]]
 
     def is_trained(self, target: str) -> bool:
@@ -95,7 +92,6 @@ class PeftFolder:
         return target in self._replaced or (leaf == "weight" and layer in self._layers)
 
     def is_replaced(self, target: str) -> bool:
-        """Whether a trained tensor replaces this one."""
         return target in self._replaced
 
     def may_be_embedding(self, target: str) -> bool:
@@ -114,19 +110,20 @@ class PeftFolder:
         return self.is_trained(head) or embedding.endswith(f"{PEFT_EMBEDDINGS[0]}.weight")
 
     def change_of(self, target: str) -> WeightDelta | None:
-        """The delta of the base model's tensor, or None. Reads its factors.
-
-        A bias [n] counts as a matrix [n, 1].
-        """
+        """The delta of the base model's tensor, or None. Reads its factors. A bias [n] counts as a
+        matrix [n, 1]."""
         module, _, kind = target.rpartition(".")
         ends = self._layers.get(module)
         if ends is None or (kind == "bias" and BIAS not in ends):
             return None
         if kind == "bias":
-            return WeightDelta(self._bias(module, ends))
+            scale = self._scale(module, rank=self._tensors.stored(ends[LINEAR[0]]).shape[0])
+            bias = self._read(ends[BIAS])
+            return WeightDelta(LoraDelta(bias.unsqueeze(1), torch.ones(1, 1), scale))
+        norms = self.part(module, NORMS)
         return WeightDelta(
             self._product(module, ends),
-            self._magnitude(module),
+            None if norms is None else norms.flatten(),
             of_columns=EMBEDDED[0] in ends or self._is_conv1d(module),
         )
 
@@ -196,16 +193,6 @@ class PeftFolder:
             # Stored transposed: [in, out].
             return LoraDelta(lora_A.T.contiguous(), lora_B.T.contiguous(), scale)
         return LoraDelta(lora_B, lora_A, scale)
-
-    def _bias(self, module: str, ends: Mapping[str, str]) -> LoraDelta:
-        """The bias delta as a column [out, 1], matching a bias seen as a column."""
-        scale = self._scale(module, rank=self._tensors.stored(ends[LINEAR[0]]).shape[0])
-        bias = self._read(ends[BIAS])
-        return LoraDelta(bias.unsqueeze(1), torch.ones(1, 1), scale)
-
-    def _magnitude(self, module: str) -> torch.Tensor | None:
-        norms = self.part(module, NORMS)
-        return None if norms is None else norms.flatten()
 
     def _scale(self, module: str, rank: int) -> float:
         # PEFT's default.

@@ -37,20 +37,16 @@ class ReLoRA(StepPart):
 
     parts: Sequence[nn.Module]
     params: Sequence[LocalParam]
-    """Every parameter of the parts."""
     optimizer: torch.optim.Optimizer
     ranks: ProcessInfo
     requantizer: MergeIntoQuantized | None
     """None if no weight is quantized."""
     interval: int
-    """Steps between merges."""
     seed: int
-    """The seed of adapter reinitialization."""
     states: Literal["kept", "forgotten"]
     """What to do with the optimizer states of the adapters."""
 
     def is_due(self, steps: int) -> bool:
-        """Whether adapters are merged after so many steps."""
         return steps % self.interval == 0
 
     def finish(self, step: StepState, totals: Sequence[float]) -> Mapping[str, Any]:
@@ -64,15 +60,10 @@ class ReLoRA(StepPart):
     @torch.no_grad()
     def merge(self, steps: int) -> None:
         """Merge all adapters after `steps` steps and reinitialize them, seeded by the number of
-        merges.
-
-        Collective.
-
-        Raises:
-            StageError: the result is not finite and cannot be quantized.
+        merges. Collective. Raises StageError if the result is not finite and cannot be quantized.
         """
         for part in self.parts:
-            for adapted in iter_adapted_weights(part, self._whole):
+            for adapted in iter_adapted_weights(part, self._full_factor):
                 if isinstance(adapted.weight, torch.Tensor):
                     _add(adapted.weight, adapted.products)
                 else:
@@ -80,7 +71,9 @@ class ReLoRA(StepPart):
                     self.requantizer.add(adapted.weight, adapted.products)
         if self.requantizer:
             self.requantizer.require_finite(steps)
-        for param in self._factors():
+        for param in self.params:
+            if not parse_lora_name(param.name):
+                continue
             for piece in param.shards:
                 start = initial_lora(
                     piece.tensor, piece.full_shape, self.seed, merges=steps // self.interval
@@ -90,11 +83,7 @@ class ReLoRA(StepPart):
                 # Optimizers initialize the states of a parameter without any, in its next step.
                 self.optimizer.state.pop(param.parameter, None)
 
-    def _factors(self) -> list[LocalParam]:
-        return [param for param in self.params if parse_lora_name(param.name)]
-
-    def _whole(self, factor: torch.Tensor) -> torch.Tensor:
-        """The factor needed by this rank, gathered, fp32."""
+    def _full_factor(self, factor: torch.Tensor) -> torch.Tensor:
         if not isinstance(factor, DTensor):
             return factor.float()
         # An offloaded shard is in host memory, where the group cannot gather it.
@@ -136,7 +125,6 @@ def build_relora(
 
 
 def _add(weight: torch.Tensor, products: Sequence[tuple[int, LoraDelta]]) -> None:
-    """Add products to the local rows, a block at a time."""
     columns = weight.shape[-1]
     first, end = rows_here(weight, 2)
     local_rows = local(weight).view(end - first, columns)

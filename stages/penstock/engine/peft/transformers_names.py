@@ -34,7 +34,6 @@ class TransformersNames:
         return by_name.get(name, name)
 
     def is_conv1d(self, layer: str) -> bool:
-        """Whether a layer, by its name in files, has weights [in, out]."""
         return layer in self._conv1d
 
     @cached_property

@@ -52,12 +52,8 @@ class Nf4:
         return _state(folder, name).shape
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
-        """Rows `first` to `end` of a weight, on the CPU.
-
-        Raises:
-            CapabilityError: a tensor is missing or malformed; blocks have another size, or
-                cross rows.
-        """
+        """Rows `first` to `end` of a weight, on the CPU. Raises CapabilityError if a tensor is
+        missing or malformed; blocks have another size, or cross rows."""
         state = _state(folder, name)
         rows, columns = state.shape
         if state.group != self.format.group:

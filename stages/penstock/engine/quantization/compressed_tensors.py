@@ -34,7 +34,6 @@ class Scheme:
     format: str
     weights: Mapping[str, Any]
     inputs: Mapping[str, Any] | None = None
-    """How activations are quantized at serving time; None: not quantized."""
 
 
 SCHEMES: Mapping[str, Scheme] = {
@@ -67,11 +66,8 @@ SCHEMES: Mapping[str, Scheme] = {
 
 
 def format_for(scheme: SchemeName, shapes: Mapping[str, tuple[int, ...]]) -> Format:
-    """The format for matrices of all these shapes that servers support.
-
-    Raises:
-        CapabilityError: there is none.
-    """
+    """The format for matrices of all these shapes that servers support. Raises CapabilityError if
+    there is none."""
     if scheme == "int4":
         for group in INT4_GROUPS:
             if not any(shape[-1] % group for shape in shapes.values()):

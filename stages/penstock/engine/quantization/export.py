@@ -40,9 +40,7 @@ class Quantizer:
     scheme: SchemeName
     format: Format
     shapes: Mapping[str, tuple[int, ...]]
-    """The shapes of the quantized weights."""
     untouched: tuple[str, ...]
-    """The linear layers that are not quantized."""
     _largest: dict[str, torch.Tensor] = field(default_factory=dict[str, torch.Tensor])
 
     @property
@@ -109,11 +107,8 @@ class Quantizer:
 
 
 def quantizer_for(scheme: SchemeName, family: Family, names: WeightMap) -> Quantizer:
-    """The quantizer for export of the family's model.
-
-    Raises:
-        CapabilityError: the format does not support it.
-    """
+    """The quantizer for export of the family's model. Raises CapabilityError if the format does not
+    support it."""
     if names.multimodal:
         raise CapabilityError(
             f"export.quantise: {family.model_type} is multimodal, and only text models are "

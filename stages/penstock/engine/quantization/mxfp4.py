@@ -70,11 +70,8 @@ class Mxfp4:
         return experts * outputs, groups * GROUP
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
-        """Rows `first` to `end` of a stack, on the CPU.
-
-        Raises:
-            CapabilityError: a tensor is missing or malformed.
-        """
+        """Rows `first` to `end` of a stack, on the CPU. Raises CapabilityError if a tensor is
+        missing or malformed."""
         _, outputs, groups = _shape(folder, name)
         quantized: list[QuantizedTensor] = []
         for expert in range(first // outputs, -(-end // outputs)):

@@ -28,7 +28,6 @@ class QuantNoise:
     codes: Sequence[TensorShard]
     """The shards of the codes, before FSDP."""
     first_column: int
-    """The first column of the shard."""
 
     def __call__(self, value: QuantizedTensor) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """The function that adds this step's noise to the weight of `value`; None without noise."""
@@ -43,10 +42,8 @@ class QuantNoise:
 
 
 def add_noise(model: CausalLM, pieces: Mapping[str, tuple[TensorShard, ...]], alpha: float) -> None:
-    """Register noise on every quantized matrix of a model, or of a part of one; in place.
-
-    `pieces` are the shards of its parameters on this rank, before FSDP.
-    """
+    """Register noise on every quantized matrix of a model, or of a part of one; in place. `pieces`
+    are the shards of its parameters on this rank, before FSDP."""
     for name, module in model.named_modules():
         if isinstance(module, QuantizedMatrix):
             codes = pieces[f"{name}.codes"]

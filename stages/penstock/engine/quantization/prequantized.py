@@ -59,7 +59,6 @@ NAMES: Mapping[QuantMethod, Names] = {
 }
 
 PACKED = "_packed"
-"""The suffix of a weight that compressed-tensors packs."""
 
 
 @dataclass(frozen=True)
@@ -101,11 +100,8 @@ class RowwiseFormat:
         return rows, columns
 
     def rows(self, folder: SafetensorsFolder, name: str, first: int, end: int) -> QuantizedTensor:
-        """Rows `first` to `end` of a weight, on the CPU; reads only their bytes.
-
-        Raises:
-            CapabilityError: a tensor is missing or malformed.
-        """
+        """Rows `first` to `end` of a weight, on the CPU; reads only their bytes. Raises
+        CapabilityError if a tensor is missing or malformed."""
         full_shape, row_range = self.shape(folder, name), range(first, end)
         self._require_no_more(folder, name)
         codes_name, names, format = self.codes_tensor_name(name), NAMES[self.publisher], self.format

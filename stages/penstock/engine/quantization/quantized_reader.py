@@ -77,10 +77,8 @@ class RandomInitTensors:
 
 
 def split_name(name: str) -> tuple[str, str]:
-    """Split a tensor name into (matrix name, component), e.g. (`q_proj.weight`, `scales`).
-
-    The component is empty for unquantized tensors.
-    """
+    """Split a tensor name into (matrix name, component), e.g. (`q_proj.weight`, `scales`). The
+    component is empty for unquantized tensors."""
     base, _, leaf = name.rpartition(".")
     return (base, leaf) if leaf in COMPONENTS else (name, "")
 
@@ -162,10 +160,8 @@ class QuantizeOnLoad:
         self._inner.require(base for base in bases if not self._published_source(base))
 
     def measure(self, names: Iterable[str], ranks: ProcessInfo) -> None:
-        """Compute the amax of full matrices before quantization, split over ranks.
-
-        Called on all ranks with the names that each will read.
-        """
+        """Compute the amax of full matrices before quantization, split over ranks. Called on all
+        ranks with the names that each will read."""
         local_names = {
             base
             for base, leaf in map(split_name, names)

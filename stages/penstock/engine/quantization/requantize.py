@@ -119,11 +119,8 @@ class MergeIntoQuantized:
                 block.value.copy_(quantized)
 
     def require_finite(self, steps: int) -> None:
-        """Called on all ranks after all products are added.
-
-        Raises:
-            StageError: on all ranks, if a value on any rank is not finite.
-        """
+        """Called on all ranks after all products are added. Raises StageError on all ranks, if a
+        value on any rank is not finite."""
         broken = sorted(set[str]().union(*self._ranks.all_gather(self._broken)))
         if broken:
             more = f" (and {len(broken) - 1} more)" if len(broken) > 1 else ""

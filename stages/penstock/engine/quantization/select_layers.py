@@ -109,7 +109,6 @@ def quant_formats_by_param(formats: Formats, names: WeightMap) -> dict[str, Form
 
 
 def _pair(name: str, group: int | None) -> tuple[Format, Format]:
-    """The formats of linear layers and of experts."""
     try:
         if name not in PAIRS:
             return (format := get_format(name, group)), format

@@ -14,9 +14,7 @@ def validate_prequantized(
     quantizing: QuantizationArgs | None, declared: QuantizationConfig
 ) -> None:
     """Raise ConfigError for settings that a pre-quantized checkpoint cannot be used with.
-
-    `quantizing` is None for a run without QLoRA, which dequantizes the weights as it reads them.
-    """
+    `quantizing` is None for a run without QLoRA, which dequantizes the weights as it reads them."""
     if quantizing is None:
         return
     # Rounding its codes to other levels would lose precision twice.

@@ -21,6 +21,7 @@ from penstock.engine.vision.image_text import (
     ImageTextInputs,
     build_image_text_inputs,
     check_image_text,
+    require_trained,
 )
 from penstock.models.automodel.outline import AutoModelConfig
 from penstock.models.causal_lm import CausalLM
@@ -44,8 +45,7 @@ def checked_vision(
         check_image_text(run, hf_config, config, images=images)
         return None
     if not images:
-        _check_freeze_of_text(run, hf_config)
-        _check_recomputation_of_text(run)
+        _check_text(run, hf_config)
         return None
     vision = read_vision(hf_config)
     if run.train.mtp_loss_weight and run.train.pipeline_parallel_size > 1:
@@ -80,25 +80,15 @@ def check_videos(config: DecoderConfig, vision: VisionConfig | None) -> None:
         require_videos(vision)
 
 
-def _check_freeze_of_text(run: RunConfig, hf_config: Mapping[str, Any]) -> None:
-    """Raise ConfigError if the model has no parts to freeze, or nothing would be trained."""
+def _check_text(run: RunConfig, hf_config: Mapping[str, Any]) -> None:
+    """Raise ConfigError for settings of parts that are not built without images."""
     parts, model_type = run.model.freeze, hf_config.get("model_type")
-    if parts is None:
-        return
-    if model_type not in VISION_TYPES:
+    if parts is not None and model_type not in VISION_TYPES:
         raise ConfigError(
             f"model.freeze is {parts}, and models of type {model_type} are not trained on images:"
             " they have no such parts.\n  Leave model.freeze out."
         )
-    if "language" in parts:
-        raise ConfigError(
-            f"model.freeze is {parts}, and the data has no images: nothing would be trained.\n"
-            "  Leave language out, or use data with images."
-        )
-
-
-def _check_recomputation_of_text(run: RunConfig) -> None:
-    """Raise ConfigError if the vision tower is to be recomputed, which is not built."""
+    require_trained(parts, images=False)
     modules = run.train.recompute_modules or []
     if RECOMPUTED in modules:
         raise ConfigError(
@@ -108,8 +98,6 @@ def _check_recomputation_of_text(run: RunConfig) -> None:
 
 
 def _check_pipeline(run: RunConfig, vision: VisionConfig, config: DecoderConfig) -> None:
-    """Raise ConfigError if decoder layers that features are added after are not in the first
-    pipeline stage, which has the vision part."""
     if run.train.pipeline_parallel_size == 1 or not vision.num_deepstack:
         return
     first = len(layers_of_stages(run.train, layer_flops(config, run.data.row_length))[0])
@@ -164,13 +152,8 @@ def build_image_inputs(
     is_trained = any(param.requires_grad for param in weights)
     is_gathered = bool(weights) and run.train.data_parallel_mode == "fsdp2"
     shares = ImageShares.of(mesh, residual)
-    return ImageInputBuilder(
-        vision,
-        tower,
-        is_trained or is_gathered,
-        run.data.encode_images,
-        shares if weights else None,
-    )
+    fills, is_encoded = is_trained or is_gathered, run.data.encode_images
+    return ImageInputBuilder(vision, tower, fills, is_encoded, shares if weights else None)
 
 
 def left_to_base(params: Iterable[LocalParam]) -> set[int]:

@@ -53,10 +53,8 @@ def build_tower(run: RunConfig, vision: VisionConfig) -> VisionTower:
 
 
 def load_tower(hf_config: Mapping[str, Any], folder: Path) -> VisionTower:
-    """The vision part with its weights in fp32, on this machine's first GPU or the CPU.
-
-    Raises CapabilityError if the folder lacks some.
-    """
+    """The vision part with its weights in fp32, on this machine's first GPU or the CPU. Raises
+    CapabilityError if the folder lacks some."""
     tower = VisionTower(read_vision(hf_config))
     device = rank_device(0)
     with SafetensorsFolder(folder) as stored:

@@ -48,10 +48,8 @@ def checked_parts(
     vision: VisionConfig | None,
     mesh: Mesh,
 ) -> Callable[[str], Part]:
-    """Parameter name -> the part of the model that it is of; of its adapters, too.
-
-    Raises ConfigError for the learning rate of a part of which no parameter is trained.
-    """
+    """Parameter name -> the part of the model that it is of; of its adapters, too. Raises
+    ConfigError for the learning rate of a part of which no parameter is trained."""
 
     def part(name: str) -> Part:
         if isinstance(config, AutoModelConfig):

@@ -25,7 +25,6 @@ class ImageCost:
     """FLOPs of the unit in which costs of rows are compared (`models.flops.pairs_per_token`)."""
 
     def row_costs(self, rows: PackedRows) -> Integers:
-        """The cost of the images of each row."""
         tokens, squares = rows.image_tokens()
         return (self.per_token * tokens + self.per_squared_token * squares) // self.unit
 

@@ -1,6 +1,6 @@
 """Images and videos of a micro-batch as model inputs of this rank."""
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -13,7 +13,7 @@ from penstock.engine.vision.image_shares import ImageShares
 from penstock.models.layers.router_observer import ModalityTokens
 from penstock.models.vision.features import SECONDS, dummy_hidden, dummy_image
 from penstock.models.vision.positions import image_places, image_runs, mrope_positions
-from penstock.models.vision.tower import GatherFeatures, ImageInputs, VisionTower
+from penstock.models.vision.tower import ImageInputs, VisionTower
 from penstock.models.vision.types import VISION_TYPES, VisionConfig
 from penstock.rows.collate import MicroBatch
 from penstock.rows.image_batch import ImageBatch
@@ -95,8 +95,15 @@ class ImageInputBuilder:
         index_T = to_device(shard(self.feature_index(batch)), device)
         gather = None
         if images is not None and self.shares:
-            images, gather = _take_share(images, self.shares)
-        tensors = images.to_device(device) if images else self._dummy(self.tower, device)
+            counts = images.distinct_counts
+            parts = self.shares.divide(counts)
+            features = [sum(counts[part.start : part.stop]) for part in parts]
+            images = images.take(parts[self.shares.index])
+            gather = partial(self.shares.gather, counts=features)
+        if images:
+            return ImageInputs(images.to_device(device), index_T, gather)
+        inputs = dummy_hidden(self.tower) if self.is_encoded else dummy_image(self.tower)
+        tensors = {name: to_device(tensor, device) for name, tensor in inputs.items()}
         return ImageInputs(tensors, index_T, gather)
 
     def feature_index(self, batch: MicroBatch) -> torch.Tensor:
@@ -122,10 +129,6 @@ class ImageInputBuilder:
         indices = (torch.nonzero(is_text_T == value).flatten() for value in (1, 0))
         return ModalityTokens(*(to_device(tensor, device) for tensor in (is_text_T, *indices)))
 
-    def _dummy(self, tower: VisionTower, device: torch.device) -> Mapping[str, torch.Tensor]:
-        inputs = dummy_hidden(tower) if self.is_encoded else dummy_image(tower)
-        return {name: to_device(tensor, device) for name, tensor in inputs.items()}
-
     def unused(self) -> list[nn.Parameter]:
         """The trained parameters that have no gradient after a backward pass, as the features do
         not depend on them: an optimizer leaves these as they are, in every layout."""
@@ -145,9 +148,8 @@ class ImageInputBuilder:
         # In fp32, as transformers multiplies them.
         scale = np.float32(self.config.tokens_per_second)
         # Images have one temporal patch.
-        return [
-            float(scale * np.float32(seconds)) for seconds in images.number_of_each(SECONDS, 0.0)
-        ]
+        seconds = images.number_of_each(SECONDS, 0.0)
+        return [float(scale * np.float32(second)) for second in seconds]
 
 
 def require_videos(config: VisionConfig) -> int:
@@ -159,11 +161,3 @@ def require_videos(config: VisionConfig) -> int:
             f" trained on them.\n  Use a model of one of these types: {types}."
         )
     return config.video_token_id
-
-
-def _take_share(images: ImageBatch, shares: ImageShares) -> tuple[ImageBatch, GatherFeatures]:
-    """This rank's share of the images, and what gathers the features of all."""
-    counts = images.distinct_counts
-    parts = shares.divide(counts)
-    features = [sum(counts[part.start : part.stop]) for part in parts]
-    return images.take(parts[shares.index]), partial(shares.gather, counts=features)

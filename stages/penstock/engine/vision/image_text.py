@@ -1,13 +1,14 @@
 """Images and audio of transformers' multimodal models, whose towers are the model's own: inputs of
 this rank, and which parts are frozen."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
 
+from penstock.config.schema.model import Part
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.vision.freeze import frozen_parts
@@ -59,10 +60,8 @@ class ImageTextInputs:
         tokens = tuple(self.traits.token_ids.values())
         image_ranges = image_places(ids_T, tokens, batch.images.token_counts)
         index_T = torch.from_numpy(feature_index(image_ranges, len(ids_T)))
-        return ImageInputs(
-            batch.images.repeat(batch.images.to_device(device)),
-            to_device(shard(index_T), device),
-        )
+        tensors = batch.images.repeat(batch.images.to_device(device))
+        return ImageInputs(tensors, to_device(shard(index_T), device))
 
     def unused(self) -> list[nn.Parameter]:
         """None: parameters without a gradient have one of zeros."""
@@ -98,15 +97,20 @@ def check_image_text(
             f"the data has images or audio, and a {model_type} is trained on text alone: {WHY}.\n"
             "  Use another model, or data without them."
         )
-    if "language" in (parts or ()) and not images:
-        raise ConfigError(
-            f"model.freeze is {parts}, and the data has no images: nothing would be trained.\n"
-            "  Leave language out, or use data with images."
-        )
+    require_trained(parts, images=images)
     if images and run.data.encode_images:
         raise ConfigError(
             f"data.encode_images is true, and a {model_type} is trained through transformers' own"
             " code, which computes the features itself.\n  Leave encode_images out."
+        )
+
+
+def require_trained(frozen: Sequence[Part] | None, *, images: bool) -> None:
+    """Raise ConfigError if all parts that data without images trains are frozen."""
+    if "language" in (frozen or ()) and not images:
+        raise ConfigError(
+            f"model.freeze is {frozen}, and the data has no images: nothing would be trained.\n"
+            "  Leave language out, or use data with images."
         )
 
 
