@@ -120,11 +120,13 @@ class Mesh:
         """The grid reshaped to one axis per part, after one of all remaining axes."""
 
         def grid() -> torch.Tensor:
-            rest: tuple[Axis, ...] = tuple(
+            other_axes: tuple[Axis, ...] = tuple(
                 axis for axis in AXES if not any(axis in part for part in parts)
             )
-            order = [AXES.index(axis) for part in (rest, *parts) for axis in part]
-            return self._grid.permute(order).reshape([self.size(*part) for part in (rest, *parts)])
+            order = [AXES.index(axis) for part in (other_axes, *parts) for axis in part]
+            return self._grid.permute(order).reshape(
+                [self.size(*part) for part in (other_axes, *parts)]
+            )
 
         return self._mesh((tuple(parts), names), names, grid)
 

@@ -319,12 +319,12 @@ def param_shards(
     """The shards of every parameter, by model name, after `parallelize_tensor`."""
     if not isinstance(model, Decoder):
         # Of the transformers backend: parameters are whole.
-        whole: dict[str, tuple[TensorShard, ...]] = {}
+        shards: dict[str, tuple[TensorShard, ...]] = {}
         for name, parameter in model.named_parameters():
             factor = parse_lora_name(name)
             tensor = native_name(factor.hf_module, factor.side) if factor else name
-            whole[name] = (full_shard(tensor, parameter.shape),)
-        return whole
+            shards[name] = (full_shard(tensor, parameter.shape),)
+        return shards
     plan = tp_plan(model, names, mesh, roles=roles, residual=residual)
     return {
         name: plan.shards(name, tuple(parameter.shape))
