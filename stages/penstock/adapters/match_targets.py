@@ -16,11 +16,11 @@ from penstock.models.names import EMBEDDING_WEIGHT, IMAGE_EXPERTS, INDEXER
 from penstock.models.vision.types import MODULES, VISION, is_vision
 from penstock.models.weights import WeightMap
 
+# Every linear layer except the head, as in PEFT.
 ALL_LINEAR = "all-linear"
-"""Every linear layer except the head, as in PEFT."""
 
+# Begins a target that is a regular expression, as a string of PEFT's `target_modules` is.
 REGEX = "re:"
-"""Begins a target that is a regular expression, as a string of PEFT's `target_modules` is."""
 
 HEAD = "lm_head"
 ROUTERS = "mlp.gate", f"mlp.{IMAGE_EXPERTS}.gate"

@@ -17,16 +17,16 @@ from typing import Literal, NamedTuple, cast
 from penstock.models.weights import QKV_PROJ
 
 Side = Literal["lora_A", "lora_B", "lora_magnitude"]
+# The two matrices whose product is added to a weight.
 SIDES: tuple[Side, Side] = ("lora_A", "lora_B")
-"""The two matrices whose product is added to a weight."""
 MAGNITUDE: Side = "lora_magnitude"
 
 EMBEDDING = "model.embed_tokens"
 
 EXPERTS = "experts"
 ADAPTER = "adapter"
+# Stands for every expert of a layer.
 EACH = f"{EXPERTS}.*"
-"""Stands for every expert of a layer."""
 
 
 def is_of_experts(native: str) -> bool:

@@ -21,8 +21,8 @@ Bias = Literal["none", "all", "lora_only"]
 """Which biases of the base model are trained as well: all, or those of adapted layers."""
 
 
+# The tensors in which transformers stores the experts of a layer.
 FUSED_EXPERTS = ("gate_up_proj", "down_proj")
-"""The tensors in which transformers stores the experts of a layer."""
 
 
 @dataclass(frozen=True)

@@ -16,11 +16,11 @@ if TYPE_CHECKING:
     from penstock.adapters.lora_experts import ExpertSharing
     from penstock.adapters.peft_format import Bias
 
+# The config field for each form of sharing LoRA parameters between experts.
 SHARING_FIELDS: Mapping["ExpertSharing", str] = {
     "shared": "moe_shared_lora",
     "hybrid": "moe_hybrid_shared_lora",
 }
-"""The config field for each form of sharing LoRA parameters between experts."""
 
 NON_EXPERT_TARGETS_HINT = (
     "lora_target_modules without experts, such as [q_proj, k_proj, v_proj, o_proj]"

@@ -6,8 +6,8 @@ import torch
 
 from penstock_kernels.to_device import to_device
 
+# Label of positions that are not trained.
 IGNORED = -100
-"""Label of positions that are not trained."""
 
 
 @dataclass(frozen=True, eq=False)

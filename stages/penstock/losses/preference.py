@@ -14,8 +14,8 @@ import torch.nn.functional as F
 
 from penstock.config.schema.preference import LossType, Normalization, PreferenceConfig
 
+# Added to the score gap, so that its logarithm is finite.
 MIN_SCORE_GAP = 1e-6
-"""Added to the score gap, so that its logarithm is finite."""
 
 
 @dataclass(frozen=True)

@@ -10,19 +10,19 @@ import torch
 from penstock.config.schema.preference import PreferenceConfig
 from penstock.losses.preference import implicit_rewards
 
+# The two parts of the loss, before their weights.
 PREFERENCE_LOSS, SFT_LOSS = "preference_loss", "sft_loss"
-"""The two parts of the loss, before their weights."""
 
+# Share of pairs whose chosen completion has the higher reward.
 ACCURACY = "rewards/accuracies"
-"""Share of pairs whose chosen completion has the higher reward."""
 
 REWARDS, LOGPS = ("rewards/chosen", "rewards/rejected"), ("logps/chosen", "logps/rejected")
+# Metrics over all samples, in the order of `metric_sums`. For KTO, chosen are the desirable
+# completions and rejected the undesirable ones.
 NAMES = (*REWARDS, ACCURACY, *LOGPS, PREFERENCE_LOSS, SFT_LOSS)
-"""Metrics over all samples, in the order of `metric_sums`. For KTO, chosen are the desirable
-completions and rejected the undesirable ones."""
 
+# Mean chosen reward minus mean rejected reward, if there are both.
 MARGINS = "rewards/margins"
-"""Mean chosen reward minus mean rejected reward, if there are both."""
 
 
 def metric_sums(

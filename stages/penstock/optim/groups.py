@@ -11,17 +11,17 @@ from torch import nn
 
 from penstock.models.vision.types import VISION
 
+# Key of a parameter group: its multiplier of the scheduled learning rate.
 RATE = "rate"
-"""Key of a parameter group: its multiplier of the scheduled learning rate."""
 
+# Key of a parameter group: whether Muon updates its parameters.
 MATRICES = "matrices"
-"""Key of a parameter group: whether Muon updates its parameters."""
 
+# Part of the names of LoRA B matrices, which are initialized to zero.
 LORA_B = ".lora_B."
-"""Part of the names of LoRA B matrices, which are initialized to zero."""
 
+# Part of the names of embedding adapters, whose A matrix is the one initialized to zero.
 EMBEDDING_ADAPTER = ".embed_tokens."
-"""Part of the names of embedding adapters, whose A matrix is the one initialized to zero."""
 
 LAYER = re.compile(r"\.layers\.(\d+)\.")
 

@@ -14,8 +14,8 @@ from torch import nn
 
 from penstock.optim.anyprecision import StatePrecision, apply_update
 
+# States with one number per tensor: the moving average of squared norms, and its maximum.
 SQUARES, LARGEST = "grad_sq", "max_grad_sq"
-"""States with one number per tensor: the moving average of squared norms, and its maximum."""
 
 PER_TENSOR_STATES = (SQUARES, LARGEST)
 

@@ -17,11 +17,11 @@ Moment = Literal["first", "second"]
 
 MOMENTS: Mapping[str, Moment] = {"exp_avg": "first", "exp_avg_sq": "second"}
 
+# Values per scale. Even, so that a block of 4-bit codes is whole bytes.
 BLOCK = 128
-"""Values per scale. Even, so that a block of 4-bit codes is whole bytes."""
 
+# Values processed at a time, so that a few fp32 temporaries take less than a large matrix.
 CHUNK = BLOCK << 17
-"""Values processed at a time, so that a few fp32 temporaries take less than a large matrix."""
 
 # The highest code.
 LEVELS: Mapping[Form, int] = {"int8": 255, "int4": 15}

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 from penstock.config.schema.optimizer import ENDING, OptimConfig
 
+# Default timescale of `inverse_sqrt` without warmup: steps until the rate falls to about 0.7.
 DEFAULT_TIMESCALE = 10_000
-"""Default timescale of `inverse_sqrt` without warmup: steps until the rate falls to about 0.7."""
 
 
 @dataclass(frozen=True)

@@ -41,8 +41,8 @@ from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 from penstock.engine.checkpoint.train_state import States, TrainState
 from penstock.engine.distributed.ranks import ProcessInfo
 
+# The kinds of content of a checkpoint.
 ADAPTERS, MERGED, MODEL = "adapters only", "a model with merged adapters", "a full model"
-"""The kinds of content of a checkpoint."""
 
 DEFAULT = CheckpointNaming()
 

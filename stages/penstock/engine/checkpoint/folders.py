@@ -14,20 +14,20 @@ from penstock.core.cache.folder_digests import DIGESTS, DamagedError, FolderDige
 from penstock.core.errors import ArtifactError
 from penstock.core.files import PART, remove
 
+# The file that is written last into a checkpoint: only complete ones have it.
 COMPLETE = "COMPLETE"
-"""The file that is written last into a checkpoint: only complete ones have it."""
 STATE = "state.json"
+# The file with the name of the best checkpoint.
 BEST = "best"
-"""The file with the name of the best checkpoint."""
+# A marker file in the best checkpoint and in former best ones; the newest is the best. It
+# identifies the best one where only file names are visible.
 BEST_MARK = "BEST"
-"""A marker file in the best checkpoint and in former best ones; the newest is the best. It
-identifies the best one where only file names are visible."""
+# Suffix of a checkpoint while another one takes its place.
 REPLACED = f".replaced{PART}"
-"""Suffix of a checkpoint while another one takes its place."""
+# The folder for damaged checkpoints, beside the others.
 DAMAGED = "damaged"
-"""The folder for damaged checkpoints, beside the others."""
+# How many errors of a checkpoint a message lists; the rest are counted.
 SHOWN = 3
-"""How many errors of a checkpoint a message lists; the rest are counted."""
 
 
 @dataclass(frozen=True)

@@ -17,14 +17,14 @@ import torch.nn.functional as F
 from penstock.core.errors import ConfigError
 from penstock_kernels.to_device import to_device
 
+# `top_k` of the whole vocabulary (disabled).
 NO_TOP_K = -1
-"""`top_k` of the whole vocabulary (disabled)."""
 
+# Clamps of the temperature: beyond them it changes nothing, and division would overflow fp32.
 MIN_TEMPERATURE, MAX_TEMPERATURE = 1e-30, 1e30
-"""Clamps of the temperature: beyond them it changes nothing, and division would overflow fp32."""
 
+# Vocabulary entries per block of the two-level cumulative sum.
 BLOCK = 256
-"""Vocabulary entries per block of the two-level cumulative sum."""
 
 
 @dataclass(frozen=True)

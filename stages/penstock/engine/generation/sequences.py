@@ -15,8 +15,8 @@ Decode = Callable[[Sequence[int]], str]
 Ending = Literal["stop", "length"]
 
 # UTF-8 has up to four bytes for a character, and a token may be a single byte.
+# A character may begin so many tokens before the token that completes it.
 MAX_TOKENS_PER_CHARACTER = 4
-"""A character may begin so many tokens before the token that completes it."""
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ from penstock.engine.quantization.quantized_reader import RandomInitTensors
 from penstock.models.automodel.build import build_config, build_meta
 from penstock.models.automodel.weight_map import AutoWeightMap
 
+# Begins the names of tensors that the model has in another form.
 UNNAMED = "(in files) "
-"""Begins the names of tensors that the model has in another form."""
 
 
 @dataclass

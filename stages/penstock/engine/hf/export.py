@@ -61,9 +61,9 @@ log = logging.getLogger("penstock.export")
 
 GENERATION_CONFIG = "generation_config.json"
 
+# The base model path in an adapter's config if the base is exported beside it: relative, so that
+# the two may be moved together.
 BASE_BESIDE = "../base"
-"""The base model path in an adapter's config if the base is exported beside it: relative, so that
-the two may be moved together."""
 
 
 def write_folders(

@@ -36,8 +36,8 @@ from penstock.models.weights import LAYERS, WeightMap
 
 WEIGHTS = "adapter_model.safetensors"
 
+# Targets that PEFT takes for stacked experts of some model types.
 MOE_TARGETS = ("gate", "gate_proj", "up_proj", "down_proj", "w1", "w2", "w3")
-"""Targets that PEFT takes for stacked experts of some model types."""
 
 
 @dataclass(frozen=True)

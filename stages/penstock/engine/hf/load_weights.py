@@ -27,8 +27,8 @@ ToReader = Callable[[SafetensorsFolder], TensorReader]
 
 Readers = Literal["first_rank", "all_ranks"]
 
+# Bytes of a tensor that are read and sent at a time.
 BLOCK_BYTES = 4 << 20
-"""Bytes of a tensor that are read and sent at a time."""
 
 
 @dataclass(frozen=True)

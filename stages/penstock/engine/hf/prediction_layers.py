@@ -19,8 +19,8 @@ from penstock.models.hf_config import HfConfig
 from penstock.models.multimodal import TEXT_CONFIG
 from penstock.models.names import HEAD_WEIGHT
 
+# Fields of config.json that count the layers.
 COUNTS = {"num_nextn_predict_layers", "mtp_num_hidden_layers", "num_mtp_layers"}
-"""Fields of config.json that count the layers."""
 
 
 def trained_in(tensors: Tensors, family: Family, hf_config: HfConfig) -> bool:

@@ -27,8 +27,8 @@ from penstock.models.multimodal import TEXT_CONFIG
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
+# Bytes of rows, as written, that are converted at a time.
 STRETCH = 32 << 20
-"""Bytes of rows, as written, that are converted at a time."""
 
 INDEX = "model.safetensors.index.json"
 

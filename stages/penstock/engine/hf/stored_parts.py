@@ -96,8 +96,8 @@ def _parts_of_stack(
     return parts
 
 
+# How the names of the model's parameters end.
 CONVOLUTIONS = ".conv1d.weight"
-"""How the names of the model's parameters end."""
 
 
 @dataclass(frozen=True)

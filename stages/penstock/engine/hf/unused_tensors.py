@@ -18,14 +18,14 @@ from penstock.models.names import HEAD_WEIGHT
 from penstock.models.quantization_config import STORED, parse_quantization_config
 from penstock.models.weights import WeightMap
 
+# Earlier files have what follows from config.json; transformers passes over it as well.
 COMPUTED = re.compile(r"rotary_emb\.inv_freq$")
-"""Earlier files have what follows from config.json; transformers passes over it as well."""
 
+# Names in the line; the others are counted.
 SHOWN = 3
-"""Names in the line; the others are counted."""
 
+# Bytes of two tensors that are compared at a time.
 BLOCK = 8 << 20
-"""Bytes of two tensors that are compared at a time."""
 
 
 def describe_unused(folder: Path, hf_config: Mapping[str, Any], names: WeightMap) -> str | None:

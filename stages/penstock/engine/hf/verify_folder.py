@@ -23,11 +23,11 @@ from penstock.rows.tokenizer import load_tokenizer
 
 log = logging.getLogger("penstock.export")
 
+# Names of each kind in an error; the others are counted.
 SHOWN = 3
-"""Names of each kind in an error; the others are counted."""
 
+# PEFT's warning for entries of adapter_config.json that it does not know.
 UNKNOWN = "Unexpected keyword arguments"
-"""PEFT's warning for entries of adapter_config.json that it does not know."""
 
 LONGEST = 400
 

@@ -19,9 +19,9 @@ from penstock_kernels.attention import VarlenMetadata
 
 TOKENS = 8
 
+# Largest norm of the difference, as a share of the norm of the logits, by the files' dtype: a
+# router's choice among experts with close scores may differ after rounding.
 TOLERANCES = {torch.float32: 1e-4, torch.bfloat16: 1e-3, torch.float16: 1e-3}
-"""Largest norm of the difference, as a share of the norm of the logits, by the files' dtype: a
-router's choice among experts with close scores may differ after rounding."""
 
 
 @torch.no_grad()

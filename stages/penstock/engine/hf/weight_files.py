@@ -15,15 +15,15 @@ from penstock.models.weights import WeightMap
 
 QUANTIZED = ("F8_E4M3", "F8_E5M2", "F8_E8M0", "U8", "I8", "I32")
 
+# Factors that take the hidden states of a layer.
 OF_HIDDEN_STATES = re.compile(
     r"\.layers\.(?P<layer>\d+)\.self_attn\.[qkv]_proj\.lora_A(\.default)?\.weight$"
 )
-"""Factors that take the hidden states of a layer."""
 
+# A layer of the decoder, or after its last one (DeepSeek, GLM).
 LAYER = re.compile(r"model\.layers\.(\d+)\.")
-"""A layer of the decoder, or after its last one (DeepSeek, GLM)."""
+# What other families call all that predicts further tokens (Qwen, ERNIE 4.5, MiMo).
 MTP = re.compile(r"(?:model\.)?mtp[._]")
-"""What other families call all that predicts further tokens (Qwen, ERNIE 4.5, MiMo)."""
 
 TOGETHER = (
     "Check that model.model_path and model.config_path belong together, and that model.foundation"

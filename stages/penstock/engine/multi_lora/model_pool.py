@@ -30,18 +30,18 @@ from penstock.engine.optim.norm_metrics import Norms, norms_by_type
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 
 Kind = Literal["attn", "mlp", "unembed"]
+# Kinds of layers, by which clients choose what is trained.
 KINDS: tuple[Kind, ...] = ("attn", "mlp", "unembed")
-"""Kinds of layers, by which clients choose what is trained."""
 
 Per = Literal["sum", "token"]
 """What accumulated gradients belong to: the sum of losses, or a sum to divide by the tokens."""
 
 
+# The key in an optimizer group for whether it has weight decay.
 DECAYS = "decays"
-"""The key in an optimizer group for whether it has weight decay."""
 
+# Hyperparameters that every step brings.
 STEP_HYPERPARAMETERS = ("betas", "eps")
-"""Hyperparameters that every step brings."""
 
 
 class UnknownModelError(ConfigError):

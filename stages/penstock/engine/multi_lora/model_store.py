@@ -40,19 +40,19 @@ from penstock.engine.vision.build import build_outline
 
 LOG = logging.getLogger(__name__)
 
+# Upper bound in bytes of all files besides tensors: metadata and configs.
 BESIDE = 1 << 20
-"""Upper bound in bytes of all files besides tensors: metadata and configs."""
+# Upper bound in bytes of a tokenizer's files.
 TOKENIZER = 64 << 20
-"""Upper bound in bytes of a tokenizer's files."""
+# Upper bound of optimizer bytes per parameter: two moments in fp32, and the bfloat16 rounding
+# compensation.
 STATES = {"adamw": 8, "anyprecisionadamw": 10, "muon": 8, "sgd": 4}
-"""Upper bound of optimizer bytes per parameter: two moments in fp32, and the bfloat16 rounding
-compensation."""
 
+# The key in `state.json` with the description of the model.
 OF_MODEL = "model"
-"""The key in `state.json` with the description of the model."""
 
+# The file in a sampler folder that describes its adapter.
 SAMPLER = "sampler.json"
-"""The file in a sampler folder that describes its adapter."""
 
 
 class Sizes(NamedTuple):

@@ -34,6 +34,7 @@ from penstock.models.weights import WeightMap
 Sharing = Literal["adapters", "alone"]
 """Whether models share the base with their own adapters, or one at a time owns all weights."""
 
+# Adapter settings that the server does not support, and why.
 UNSUPPORTED = {
     "use_dora": "magnitudes start at norms of the base, which every model would have to measure",
     "use_rslora": "what a model asks for is alpha, which counts by the rank here",
@@ -41,7 +42,6 @@ UNSUPPORTED = {
     "enable_aqn": "a client's loss is to be what it computes from log-probabilities",
     "lora_bias": "what models have of their own is adapters alone",
 }
-"""Adapter settings that the server does not support, and why."""
 
 
 @dataclass(frozen=True)

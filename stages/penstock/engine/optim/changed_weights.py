@@ -10,11 +10,11 @@ from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.step_part import StepPart, StepState
 
+# Weights of each parameter that are compared, at equal distances.
 SAMPLED_WEIGHTS = 4096
-"""Weights of each parameter that are compared, at equal distances."""
 
+# A smaller share of changed weights at the peak learning rate is warned about.
 FEW_CHANGED = 0.5
-"""A smaller share of changed weights at the peak learning rate is warned about."""
 
 
 class ChangedWeights(StepPart):

@@ -24,8 +24,8 @@ from penstock.models.tp_roles import ParallelStyle, Roles, find_parallel_style
 from penstock.optim.muon import MomentumFn, Orthogonalizer
 
 # 128 MiB in bfloat16.
+# The largest number of elements a rank gathers at a time, unless one parameter is larger.
 GATHER_ELEMENTS = 1 << 26
-"""The largest number of elements a rank gathers at a time, unless one parameter is larger."""
 
 MUON_STYLES = (
     ParallelStyle.COLWISE,

@@ -14,10 +14,10 @@ from penstock.engine.distributed.param_shards import LocalParam, local
 from penstock.engine.step_part import StepPart, StepState
 
 # As in torch.amp.GradScaler.
+# The number of steps without overflow after which the scale doubles.
 GROWTH_INTERVAL = 2000
-"""The number of steps without overflow after which the scale doubles."""
+# The smallest scale: an overflow below it is not caused by the scale.
 MIN_SCALE = 1.0
-"""The smallest scale: an overflow below it is not caused by the scale."""
 
 
 @dataclass

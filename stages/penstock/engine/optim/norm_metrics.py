@@ -19,8 +19,8 @@ from penstock.engine.step_part import StepPart, StepState
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock_kernels.to_device import to_device
 
+# Modules of an MoE layer; `adapter` is the adapter that all experts share.
 _MOE_MODULES = {"experts": "experts", "adapter": "experts", "gate": "router"}
-"""Modules of an MoE layer; `adapter` is the adapter that all experts share."""
 
 _LAYER = re.compile(r"^(?:model\.)?layers\.(\d+)\.")
 

@@ -141,8 +141,8 @@ def _latent_factors(
     return {"q_proj": of_q, "q_b_proj": of_q, "kv_b_proj": of_kv}
 
 
+# Layers with rows that are scaled.
 SCALED = ("q_proj", "k_proj", "qkv_proj", "q_b_proj", "kv_b_proj")
-"""Layers with rows that are scaled."""
 
 
 def _observe(attention: TokenMixer, max_N: torch.Tensor, recompute: Recompute) -> None:

@@ -9,8 +9,8 @@ from penstock.core.files import read_json_object
 CONFIG = "adapter_config.json"
 
 # Others (PiSSA and the like) subtract a part of the base weights first, which no file contains.
+# LoRA initializations that leave the base weights unchanged.
 STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
-"""LoRA initializations that leave the base weights unchanged."""
 
 UNSUPPORTED = {
     "layer_replication": "layers that are used more than once",

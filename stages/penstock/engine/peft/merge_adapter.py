@@ -20,15 +20,15 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.peft.read_adapter import PeftFolder
 from penstock.engine.peft.transformers_names import Embeddings
 
+# PEFT wraps a module again for each further parameter that it adapts.
 WRAPPED = ".base_layer"
-"""PEFT wraps a module again for each further parameter that it adapts."""
 
+# The halves of PEFT's combined matrix, by the families' names of an expert's matrices.
 MATRICES = {"gate_proj": "gate", "w1": "gate", "up_proj": "up", "w3": "up"}
-"""The halves of PEFT's combined matrix, by the families' names of an expert's matrices."""
 DOWN = ("down_proj", "w2")
 
+# How many expert parameters' factors are cached: two layers, in which all threads are busy.
 KEPT = 4
-"""How many expert parameters' factors are cached: two layers, in which all threads are busy."""
 
 
 class AdapterMerge:

@@ -20,9 +20,9 @@ from penstock.engine.peft.adapter_config import read_peft_config
 
 WEIGHTS = "adapter_model.safetensors"
 
+# The embedding and the head whose adapters PEFT ties with `ensure_weight_tying`; it leaves those of
+# other names apart.
 PEFT_EMBEDDINGS = ("embed_tokens", "lm_head")
-"""The embedding and the head whose adapters PEFT ties with `ensure_weight_tying`; it leaves those
-of other names apart."""
 
 BIAS = "lora_B.bias"
 PARTS = (*LINEAR, *EMBEDDED, NORMS, f"{NORMS}.weight", BIAS)

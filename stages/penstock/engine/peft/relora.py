@@ -27,8 +27,8 @@ from penstock.engine.quantization.requantize import MergeIntoQuantized
 from penstock.engine.step_part import StepPart, StepState
 from penstock.models.weights import WeightMap
 
+# Bytes of a weight's rows, in fp32, that are computed at a time.
 STRETCH = 32 << 20
-"""Bytes of a weight's rows, in fp32, that are computed at a time."""
 
 
 @dataclass(frozen=True)

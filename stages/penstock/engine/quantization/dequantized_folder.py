@@ -14,8 +14,8 @@ from penstock.engine.hf.safetensors_reader import SafetensorsFolder, Stored
 from penstock.engine.quantization.prequantized import PrequantizedFormat
 from penstock_kernels.quant import dequantize
 
+# A tensor of a quantized matrix beside, or in place of, the one with the weight's name.
 COMPONENT = re.compile(r"(?P<weight>.+\.weight)(?P<rest>[._].+)$")
-"""A tensor of a quantized matrix beside, or in place of, the one with the weight's name."""
 
 
 def split_component(stored: str) -> tuple[str, str]:

@@ -22,15 +22,15 @@ from penstock.models.names import HEAD_WEIGHT
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import Format, largest, quantize
 
+# Bytes of rows, in fp32, that are quantized at a time; it needs up to 14 times as much memory.
 STRETCH = 4 << 20
-"""Bytes of rows, in fp32, that are quantized at a time; it needs up to 14 times as much memory."""
 
+# Adjacent layers that servers fuse into one matrix, so they share one global scale.
 ONE_MATRIX = {
     **dict.fromkeys(("q_proj", "k_proj", "v_proj"), "qkv"),
     **dict.fromkeys(("q_a_proj", "kv_a_proj_with_mqa"), "latent vectors"),
     **dict.fromkeys(("gate_proj", "up_proj", "w1", "w3"), "into"),
 }
-"""Adjacent layers that servers fuse into one matrix, so they share one global scale."""
 
 
 @dataclass(frozen=True)

@@ -28,6 +28,7 @@ from penstock.models.quantization_config import (
 from penstock_kernels.quant import Format, QuantizedTensor, get_format
 from penstock_kernels.quant.published_layouts import nvfp4_of_modelopt, of_fp8_tiles
 
+# The dtype of stored codes; 4-bit codes are packed in pairs.
 CODES = {
     "block_fp8": torch.float8_e4m3fn,
     "fp8": torch.float8_e4m3fn,
@@ -35,7 +36,6 @@ CODES = {
     "int4": torch.int32,
     "nvfp4": torch.uint8,
 }
-"""The dtype of stored codes; 4-bit codes are packed in pairs."""
 
 FLOATS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 # e8m0 is an exponent alone: a power of two.

@@ -21,10 +21,9 @@ from penstock.models.layers.quantized_linear import COMPONENTS
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import QuantizedTensor, dequantize, largest, quantize
 
+# Bytes of a matrix's rows, in fp32, that are quantized at a time; it needs up to 14 times as much
+# memory.
 STRETCH = 1 << 20
-"""Bytes of a matrix's rows, in fp32, that are quantized at a time; it needs up to 14 times as much
-memory.
-"""
 
 
 class TensorReader(Protocol):

@@ -20,10 +20,9 @@ from penstock.models.layers.quantized_linear import COMPONENTS, QuantizedMatrix
 from penstock.models.weights import WeightMap
 from penstock_kernels.quant import QuantizedTensor, dequantize, largest, quantize
 
+# Bytes of a matrix's rows, in fp32, that are computed at a time; it needs several times as much
+# memory.
 STRETCH = 4 << 20
-"""Bytes of a matrix's rows, in fp32, that are computed at a time; it needs several times as much
-memory.
-"""
 
 
 @dataclass(frozen=True)

@@ -20,10 +20,10 @@ from penstock.models.vision.features import drop_encoder, require_projector
 from penstock.models.vision.tower import VisionTower
 from penstock.models.vision.types import VisionConfig, read_vision
 
+# Entries of config.json that the features do not depend on.
 IGNORED = frozenset(
     {"text_config", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache"}
 )
-"""Entries of config.json that the features do not depend on."""
 
 
 def require_encodable(run: RunConfig, vision: VisionConfig) -> None:

@@ -14,8 +14,8 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.moe import ModalityMoE
 from penstock.models.vision.types import VISION, VisionConfig
 
+# Frozen where the config does not say.
 DEFAULT: tuple[Part, ...] = ("vision", "projector")
-"""Frozen where the config does not say."""
 
 
 def frozen_parts(run: RunConfig) -> Collection[Part]:

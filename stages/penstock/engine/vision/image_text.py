@@ -28,8 +28,8 @@ NO_VIDEOS = (
     "  Write model.backend: native, or leave the videos out."
 )
 
+# The output of a processor with the features of audio.
 AUDIO_INPUT = "input_features"
-"""The output of a processor with the features of audio."""
 
 
 @dataclass(frozen=True)
