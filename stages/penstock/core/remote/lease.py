@@ -16,6 +16,7 @@ import threading
 import time
 import uuid
 from collections.abc import Callable
+from types import TracebackType
 from typing import Any, cast
 
 from penstock.core.errors import PenstockError, StageError
@@ -54,12 +55,13 @@ class Lease:
         last_seen, since, is_notified = None, time.monotonic(), False
         while True:
             number, record = self._highest()
-            # None: there is no lease, or its owner deleted it between the listing and the read.
-            is_free = record is None or record.get("state") == "released"
-            is_own = record is not None and record.get("holder") == self._holder
-            if not (is_free or is_own) and record != last_seen:
+            if self._is_free(record):
+                if self._claim(number + 1):
+                    return True
+                continue
+            if record != last_seen:
                 last_seen, since = record, time.monotonic()
-            elif is_free or is_own or time.monotonic() - since > self._term:
+            elif time.monotonic() - since > self._term:
                 if self._claim(number + 1):
                     return True
                 continue
@@ -102,7 +104,12 @@ class Lease:
         self._renewal_thread.start()
         return self
 
-    def __exit__(self, *_: object) -> None:
+    def __exit__(
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
+    ) -> None:
         if not self._stop_event.is_set():
             self.release()
 
@@ -112,15 +119,13 @@ class Lease:
         if not numbers:
             return 0, None
         content = (self._leases / _name(max(numbers))).read()
-        if not content:
-            return max(numbers), None
-        try:
-            record = json.loads(content)
-        except (ValueError, RecursionError):
-            record = None
-        # A damaged lease counts as held, so that its term is waited for.
-        is_record = isinstance(record, dict)
-        return max(numbers), cast("dict[str, Any]", record) if is_record else {"damaged": True}
+        return max(numbers), _parse(content) if content else None
+
+    def _is_free(self, record: dict[str, Any] | None) -> bool:
+        # There is no lease, or its owner deleted it between the listing and the read.
+        if record is None:
+            return True
+        return record.get("state") == "released" or record.get("holder") == self._holder
 
     def _claim(self, number: int) -> bool:
         """Create the lease of that number; True if this process did and no higher number exists."""
@@ -164,6 +169,15 @@ class Lease:
         self._stop_event.set()
         if self._renewal_thread:
             self._renewal_thread.join()
+
+
+def _parse(content: bytes) -> dict[str, Any]:
+    """Parse a lease. A damaged lease is reported as such, so that its term is waited for."""
+    try:
+        record = json.loads(content)
+    except (ValueError, RecursionError):
+        record = None
+    return cast("dict[str, Any]", record) if isinstance(record, dict) else {"damaged": True}
 
 
 def _name(number: int) -> str:
