@@ -107,7 +107,7 @@ def translate_native(values: Mapping[str, Any], devices: Devices) -> Translation
 
 
 def _translate(draft: Draft, dialect: Dialect, key: str, *, is_null: bool) -> None:
-    stronger = [other for other in dialect.overridden_by.get(key, ()) if other in draft.written]
+    stronger = [name for name in dialect.overridden_by.get(key, ()) if name in draft.written]
     if stronger and key in dialect.keys and not is_null:
         draft.set_line(key, "no effect", f"{stronger[0]} is written, and overrides it")
     else:
