@@ -181,8 +181,8 @@ def _update_module(module: nn.Module, name: str, plan: TensorParallelPlan, mesh:
         _resize(module, f"{name}.weight", plan, group)
     if isinstance(module, Dropout) and has_token_share:
         module.local_token_indices = partial(local_share, group=group)
-    is_split_norm = find_parallel_style(name, plan.roles) is ParallelStyle.SPLIT_NORM
-    if isinstance(module, RMSNorm) and is_split_norm:
+    style = find_parallel_style(name, plan.roles) if isinstance(module, RMSNorm) else None
+    if isinstance(module, RMSNorm) and style is ParallelStyle.SPLIT_NORM:
         width = plan.names.native_shape(f"{name}.weight")[0]
         [shard] = plan.shards(f"{name}.weight", (width,))
         module.mean_squares = partial(_mean_squares, features=width * shard.num_copies, group=group)
