@@ -36,12 +36,9 @@ GENERATION = "generation_config.json"
 
 def choose_form(projector: Projector, scale_factor: int = SCALE_FACTOR) -> Form:
     """The form of a model with this projector."""
-    forms: Mapping[Projector, Form] = {
-        "mlp": Llava("gelu"),
-        "linear": Llava(LINEAR),
-        "pixel_shuffle": Idefics3(scale_factor),
-    }
-    return forms[projector]
+    if projector == "pixel_shuffle":
+        return Idefics3(scale_factor)
+    return Llava("gelu" if projector == "mlp" else LINEAR)
 
 
 def compose_folders(
@@ -62,13 +59,9 @@ def compose_folders(
     remove(partial)
     partial.mkdir(parents=True)
     try:
-        parts = chain(
-            [
-                form.vision_tensors(encoder, hf_config, seed)
-                | form.projector_tensors(hf_config, seed)
-            ],
-            _text_tensors(text, text_config, hf_config, seed),
-        )
+        vision = form.vision_tensors(encoder, hf_config, seed)
+        vision |= form.projector_tensors(hf_config, seed)
+        parts = chain([vision], _text_tensors(text, text_config, hf_config, seed))
         facts = _write_weights(parts, getattr(torch, hf_config["dtype"]), partial)
         write_json(partial / CONFIG, hf_config)
         tokenizer.save_pretrained(partial)

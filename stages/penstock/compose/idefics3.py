@@ -65,7 +65,6 @@ class Idefics3(Form):
     """Side of the square of features that become one."""
 
     def vision_entries(self, encoder: Encoder) -> dict[str, Any]:
-        """See `Form`."""
         model_type = str(encoder.read().get("model_type"))
         if model_type not in TOWERS:
             why = WHY_NOT.get(model_type)
@@ -94,13 +93,11 @@ class Idefics3(Form):
         return {"vision_config": entries, "scale_factor": self.scale_factor}
 
     def token_entries(self, token: int) -> dict[str, Any]:
-        """See `Form`."""
         return {"image_token_id": token}
 
     def vision_tensors(
         self, encoder: Encoder, hf_config: Mapping[str, Any], seed: int
     ) -> dict[str, torch.Tensor]:
-        """See `Form`."""
         del hf_config
         tensors = encoder.tensors(encoder.vision_config(TOWERS[-1]), seed)
         return {
@@ -110,14 +107,12 @@ class Idefics3(Form):
         }
 
     def projector_tensors(self, hf_config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
-        """See `Form`."""
         name = "model.connector.modality_projection.proj.weight"
         inputs = hf_config["vision_config"]["hidden_size"] * self.scale_factor**2
         outer = hf_config["text_config"]["hidden_size"]
         return {name: drawn_matrix(name, outer, inputs, hf_config, seed)}
 
     def preprocessor(self, encoder: Encoder, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Form`: pixels as the encoder's own."""
         entries = encoder.read_preprocessor()
         size = {"longest_edge": hf_config["vision_config"]["image_size"]}
         return {
@@ -131,7 +126,6 @@ class Idefics3(Form):
         }
 
     def processor(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Form`."""
         vision = hf_config["vision_config"]
         features_per_side = vision["image_size"] // vision["patch_size"] // self.scale_factor
         return {"processor_class": "Idefics3Processor", "image_seq_len": features_per_side**2}

@@ -45,7 +45,6 @@ class Llava(Form):
     """Between the two layers of the projector."""
 
     def vision_entries(self, encoder: Encoder) -> dict[str, Any]:
-        """See `Form`."""
         model_type = str(encoder.read().get("model_type"))
         tower = TOWERS.get(model_type)
         if tower is None:
@@ -63,41 +62,33 @@ class Llava(Form):
         }
 
     def token_entries(self, token: int) -> dict[str, Any]:
-        """See `Form`."""
         return {"image_token_index": token}
 
     def vision_tensors(
         self, encoder: Encoder, hf_config: Mapping[str, Any], seed: int
     ) -> dict[str, torch.Tensor]:
-        """See `Form`."""
         tensors = encoder.tensors(hf_config["vision_config"], seed)
         return {f"model.vision_tower.{name}": tensor for name, tensor in tensors.items()}
 
     def projector_tensors(self, hf_config: Mapping[str, Any], seed: int) -> dict[str, torch.Tensor]:
-        """See `Form`. The second layer of a linear projector is the identity at first, so that the
-        two are one layer of the usual initial values."""
         outer = hf_config["text_config"]["hidden_size"]
         tensors: dict[str, torch.Tensor] = {}
-        for layer, inputs in (
-            ("linear_1", hf_config["vision_config"]["hidden_size"]),
-            ("linear_2", outer),
-        ):
-            name = f"{PROJECTOR}.{layer}"
-            tensors[f"{name}.weight"] = drawn_matrix(
-                f"{name}.weight", outer, inputs, hf_config, seed
-            )
-            tensors[f"{name}.bias"] = torch.zeros(outer)
+        widths = {"linear_1": hf_config["vision_config"]["hidden_size"], "linear_2": outer}
+        for layer, inputs in widths.items():
+            name = f"{PROJECTOR}.{layer}.weight"
+            tensors[name] = drawn_matrix(name, outer, inputs, hf_config, seed)
+            tensors[f"{PROJECTOR}.{layer}.bias"] = torch.zeros(outer)
+        # The second layer of a linear projector is the identity at first, so that the two are one
+        # layer of the usual initial values.
         if self.activation == LINEAR:
             tensors[f"{PROJECTOR}.linear_2.weight"] = torch.eye(outer)
         return tensors
 
     def preprocessor(self, encoder: Encoder, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Form`: that of the encoder."""
         del hf_config
         return encoder.read_preprocessor()
 
     def processor(self, hf_config: Mapping[str, Any]) -> dict[str, Any]:
-        """See `Form`."""
         select = hf_config["vision_feature_select_strategy"]
         return {
             "processor_class": "LlavaProcessor",

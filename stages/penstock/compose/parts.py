@@ -46,26 +46,22 @@ class Encoder:
     """The folder of its weights; None: they are drawn from the seed."""
 
     def read(self) -> dict[str, Any]:
-        """Its config.json."""
+        """Its config.json. Raises CapabilityError if it has none."""
         if self.config.startswith(SCHEME):
             return builtin_encoder(self.config).config
-        file = Path(self.config) / CONFIG
-        if not file.is_file():
-            raise CapabilityError(
-                f"{self.config} has no {CONFIG}.\n  Name the folder of a vision model."
-            )
-        return read_json_object(file)
+        return self._read_file(CONFIG, ".\n  Name the folder of a vision model.")
 
     def read_preprocessor(self) -> dict[str, Any]:
         """Its preprocessor_config.json. Raises CapabilityError if it has none."""
         if self.config.startswith(SCHEME):
             return builtin_encoder(self.config).preprocessor
-        file = Path(self.config) / PREPROCESSOR
+        remedy = "Put that of the vision model there."
+        return self._read_file(PREPROCESSOR, f", which says how images are prepared.\n  {remedy}")
+
+    def _read_file(self, name: str, why: str) -> dict[str, Any]:
+        file = Path(self.config) / name
         if not file.is_file():
-            raise CapabilityError(
-                f"{self.config} has no {PREPROCESSOR}, which says how images are prepared.\n"
-                "  Put that of the vision model there."
-            )
+            raise CapabilityError(f"{self.config} has no {name}{why}")
         return read_json_object(file)
 
     def vision_config(self, vision_type: str) -> dict[str, Any]:

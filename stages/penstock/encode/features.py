@@ -2,9 +2,9 @@
 images>.arrow`."""
 
 import logging
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -27,7 +27,7 @@ from penstock.models.vision.features import encode_images
 from penstock.models.vision.tower import VisionTower
 from penstock.models.vision.types import read_vision
 from penstock.rows.image_files import ImageFiles, StoredImage, write_images
-from penstock.rows.pixel_table import stored
+from penstock.rows.pixel_table import StoredTensor, stored
 from penstock.rows.tokenizer import load_tokenizer
 
 if TYPE_CHECKING:
@@ -94,19 +94,18 @@ class Features:
             for index in range(0, len(digests), IMAGES_PER_FILE):
                 some = digests[index : index + IMAGES_PER_FILE]
                 target = self.folder / f"{media_name(some)}.arrow"
-                get_or_write(target, lambda part, some=some: self._write(part, some), "wait")
+                get_or_write(target, partial(self._write, some), "wait")
                 files[target] = None
         return [*files]
 
-    def _write(self, part: Path, digests: Sequence[bytes]) -> Mapping[str, Any]:
-        count = write_images(part, self._iter(digests))
+    def _write(self, digests: Sequence[bytes], part: Path) -> Mapping[str, Any]:
+        known = self._known
+        count = write_images(
+            part, (known.get(digest) or self._encode(digest) for digest in digests)
+        )
         fsync(part)
         log.info("encode: %s has %d images", part.name, count)
         return {"images": count}
-
-    def _iter(self, digests: Sequence[bytes]) -> Iterator[StoredImage]:
-        for digest in digests:
-            yield self._known.get(digest) or self._encode(digest)
 
     @cached_property
     def _known(self) -> ImageFiles:
@@ -127,20 +126,15 @@ class Features:
         }
         with torch.autocast(device.type, dtype=dtype, enabled=dtype != torch.float32):
             encoded = encode_images(self.tower, tensors, projected=self.settings.projected)
-        features = {
-            name: stored(tensor.cpu().numpy() if name in tensors else _to_array(tensor, dtype))
-            for name, tensor in encoded.items()
-        }
+        features: dict[str, StoredTensor] = {}
+        for name, tensor in encoded.items():
+            array = tensor.cpu().contiguous()
+            if name not in tensors and array.is_floating_point():
+                array = array.to(dtype)
+                # NumPy has no bfloat16: its bits are stored as int16.
+                array = array.view(torch.int16) if dtype == torch.bfloat16 else array
+            features[name] = stored(array.numpy())
         return StoredImage(digest, features, image.size)
-
-
-def _to_array(tensor: torch.Tensor, dtype: torch.dtype) -> np.ndarray[Any, Any]:
-    """NumPy has no bfloat16: its bits are stored as int16."""
-    tensor = tensor.cpu().contiguous()
-    if tensor.is_floating_point():
-        tensor = tensor.to(dtype)
-        tensor = tensor.view(torch.int16) if dtype == torch.bfloat16 else tensor
-    return tensor.numpy()
 
 
 def _processor_key(stage: "Encode", kind: str) -> str:

@@ -8,8 +8,6 @@ import numpy as np
 from penstock.pack.plan_rows import (
     METHODS,
     Method,
-    RowPlan,
-    RowSamples,
     build_row_samples,
     packing_method,
     plan_rows,
@@ -49,10 +47,23 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
             continue
         chosen = packing_method(split, settings)
         form = build_row_samples(samples, settings)
-        bound = _lower_bound(form, settings.sample_packing_sequence_len, chosen)
-        for method in _methods_to_compare(form, settings.sample_packing_sequence_len, chosen):
+        sizes, capacity = form.sample_lengths(), settings.sample_packing_sequence_len
+        methods: list[Method] = [
+            method for method in METHODS if method in (*DEFAULT_METHODS, chosen)
+        ]
+        if chosen == "wrapped":
+            bound = sum(-(-int(sizes[epoch].sum()) // capacity) for epoch in samples.epochs())
+            # Only it splits samples that are longer than a row.
+            methods = [chosen] if (sizes > capacity).any() else methods
+        else:
+            clipped = np.minimum(sizes, capacity)
+            counts = [np.bincount(clipped[e], minlength=capacity + 1) for e in samples.epochs()]
+            bound = sum(fewest_rows(of_epoch, capacity) for of_epoch in counts)
+        for method in methods:
             row_plan = plan_rows(form, settings, method)
-            totals = _row_lengths(row_plan)
+            # No row is empty; for one, reduceat would give the next row's first size instead of 0.
+            starts = row_plan.bins.ends - row_plan.bins.sizes()
+            totals = np.add.reduceat(row_plan.sizes, starts)
             tokens = int(totals.sum())
             computed = int((-(-totals // pad_to_multiple_of) * pad_to_multiple_of).sum())
             stats.append(
@@ -61,32 +72,9 @@ def compare(prepared: Path, settings: PackSettings, pad_to_multiple_of: int) -> 
                     method=method,
                     chosen=method == chosen,
                     rows=len(totals),
-                    fill=round(tokens / (len(totals) * settings.sample_packing_sequence_len), 6),
+                    fill=round(tokens / (len(totals) * capacity), 6),
                     padding=round(1 - tokens / computed, 6),
                     bound=bound,
                 )
             )
     return stats
-
-
-def _methods_to_compare(form: RowSamples, capacity: int, chosen: Method) -> list[Method]:
-    """The default methods and the configured one; only "wrapped" if samples are longer than a row,
-    because only it splits samples."""
-    is_longer = bool((form.sample_lengths() > capacity).any())
-    if chosen == "wrapped" and is_longer:
-        return [chosen]
-    return [method for method in METHODS if method in (*DEFAULT_METHODS, chosen)]
-
-
-def _row_lengths(row_plan: RowPlan) -> np.ndarray:
-    # No row is empty; for one, reduceat would give the next row's first size instead of 0.
-    return np.add.reduceat(row_plan.sizes, row_plan.bins.ends - row_plan.bins.sizes())
-
-
-def _lower_bound(form: RowSamples, capacity: int, chosen: Method) -> int:
-    if chosen == "wrapped":
-        sizes = form.sample_lengths()
-        return sum(-(-int(sizes[epoch].sum()) // capacity) for epoch in form.samples.epochs())
-    sizes = np.minimum(form.sample_lengths(), capacity)
-    histograms = (np.bincount(sizes[e], minlength=capacity + 1) for e in form.samples.epochs())
-    return sum(fewest_rows(counts, capacity) for counts in histograms)

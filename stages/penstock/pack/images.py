@@ -34,8 +34,8 @@ def image_counts(samples: PreparedSamples, chosen: Indices) -> Indices:
 
 
 def image_facts(samples: PreparedSamples, chosen: Indices) -> dict[str, int]:
-    """Number of images of the chosen samples, and of their tokens, for data with images."""
+    """Number of images of the chosen samples, and of their tokens."""
     if not samples.has_images:
-        return {}
+        return {"images": 0, "image_tokens": 0}
     counts = [samples.images(sample)[1] for sample in chosen.tolist()]
     return {"images": sum(map(len, counts)), "image_tokens": sum(map(sum, counts))}

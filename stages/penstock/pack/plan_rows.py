@@ -64,7 +64,8 @@ def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> RowPl
     """
     sizes = form.sample_lengths()
     if method == "wrapped":
-        _require_no_images(form)
+        if form.samples.has_images:
+            raise wrapped_images()
         return _plan_wrapped_rows(form, sizes, settings.sample_packing_sequence_len)
     _require_fits(form, sizes, settings.sample_packing_sequence_len)
     epochs: list[PackingPlan] = []
@@ -85,7 +86,7 @@ def count_sources(
     """
     datasets = samples.datasets()[row_plan.bins.samples]
     sources = Sources.from_datasets(datasets, samples.labels())
-    row_of = np.repeat(np.arange(len(row_plan.bins)), np.diff(row_plan.bins.ends, prepend=0))
+    row_of = np.repeat(np.arange(len(row_plan.bins)), row_plan.bins.sizes())
     counts: list[dict[str, Any]] = []
     for number, label in enumerate(sources.labels):
         is_own = sources.of_documents == number
@@ -130,11 +131,6 @@ def _pack_epoch(
         return greedy(lengths, capacity, settings.sample_packing_group_size)
     rng = rows_generator(settings.seed, epoch)
     return multipack(lengths, capacity, settings.sample_packing_group_size, rng)
-
-
-def _require_no_images(form: RowSamples) -> None:
-    if form.samples.has_images:
-        raise wrapped_images()
 
 
 def wrapped_images() -> ConfigError:

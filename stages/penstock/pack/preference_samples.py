@@ -215,20 +215,17 @@ class PreferenceSamples:
                 "the answer of another one.\n  Add samples, or raise data.val_set_size."
             )
         if self.settings.kl_pairing == "rotate":
-            return _rotate(count, self.settings.kl_rotation_size or count)
+            # The previous sample; for the first of each group of `size` the group's last.
+            size = self.settings.kl_rotation_size or count
+            partners = np.arange(count) - 1
+            firsts = np.arange(0, count, size)
+            partners[firsts] = np.minimum(firsts + size, count) - 1
+            return partners
         prompts = [
             self._side_tokens(0, sample)[0][: end + 1].tobytes()
             for sample, end in enumerate(self._prompt_ends.tolist())
         ]
         return _pair_with_other_prompts(prompts)
-
-
-def _rotate(count: int, size: int) -> Indices:
-    """For each sample the previous one; for the first of each group of `size` the group's last."""
-    partners = np.arange(count) - 1
-    firsts = np.arange(0, count, size)
-    partners[firsts] = np.minimum(firsts + size, count) - 1
-    return partners
 
 
 def _pair_with_other_prompts(prompts: Sequence[bytes]) -> Indices:

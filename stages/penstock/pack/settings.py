@@ -1,16 +1,12 @@
 """Settings that determine the content of packed rows, besides the samples."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
 from penstock.config.schema.base import Settings
 from penstock.config.schema.preference import KLPairing
 from penstock.rows.row_length import SHORTEST, RowLength
-
-
-def _unset_is_true(value: Any) -> Any:
-    return True if value is None else value
 
 
 class PackSettings(Settings):
@@ -37,7 +33,9 @@ class PackSettings(Settings):
     sample_packing_group_size: int = Field(default=100_000, gt=0)
     """`multipack` and `greedy`: number of consecutive samples that are packed together."""
 
-    eval_sample_packing: Annotated[bool, BeforeValidator(_unset_is_true)] = True
+    eval_sample_packing: Annotated[bool, BeforeValidator(lambda value: value is None or value)] = (
+        True
+    )
     """Whether validation samples are packed; otherwise each has its own row."""
 
     num_shards: int | None = Field(default=None, gt=0)

@@ -105,5 +105,5 @@ class SFTSamples:
         return image_columns(self.samples, chosen, rows)
 
     def facts(self, chosen: Indices) -> dict[str, int]:
-        """Number of images of the chosen samples, and of their tokens, for data with images."""
+        """Number of images of the chosen samples, and of their tokens."""
         return image_facts(self.samples, chosen)

@@ -1,6 +1,5 @@
 """Write one Arrow file of packed rows."""
 
-from collections.abc import Generator
 from dataclasses import dataclass
 from itertools import pairwise
 from pathlib import Path
@@ -33,7 +32,13 @@ def write_shard(
     """Write a file of these rows. `sizes` are the tokens of each entry of `bins.samples`; with
     `begins`, entries are pieces that start at these tokens of their samples."""
     ends = np.cumsum(sizes)
-    batches = list(_batches(bins, ends))
+    # Ranges of rows with about BATCH_TOKENS each: (first row, end row, first sample, end sample).
+    batch_of = (ends[bins.ends - 1] - 1) // BATCH_TOKENS
+    cuts = [0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(bins)]
+    batches = [
+        (low, high, int(bins.ends[low - 1]) if low else 0, int(bins.ends[high - 1]))
+        for low, high in pairwise(cuts)
+    ]
     room = max(int(ends[last - 1] - ends[first] + sizes[first]) for _, _, first, last in batches)
     # Reuse the buffers for every batch: page faults of new memory cost more than the copies.
     ids, labels = np.empty(room, dtype=np.int32), np.empty(room, dtype=np.int32)
@@ -73,15 +78,6 @@ def _count_trained(labels: Tokens, ends: Indices) -> Indices:
     # Sums over all tokens, as `cumsum` would compute, take 7 to 36 times as long.
     trained = np.flatnonzero(labels != IGNORED)
     return np.diff(np.searchsorted(trained, ends), prepend=0)
-
-
-def _batches(bins: PackingPlan, ends: Indices) -> Generator[tuple[int, int, int, int]]:
-    """Yield ranges of rows with about BATCH_TOKENS each, as (first row, end row, first sample, end
-    sample)."""
-    batch_of = (ends[bins.ends - 1] - 1) // BATCH_TOKENS
-    cuts = [0, *(np.flatnonzero(np.diff(batch_of)) + 1).tolist(), len(bins)]
-    for low, high in pairwise(cuts):
-        yield low, high, int(bins.ends[low - 1]) if low else 0, int(bins.ends[high - 1])
 
 
 def _batch(

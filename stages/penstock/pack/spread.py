@@ -72,8 +72,9 @@ def plan_shards(
         rows = PackingPlan(bins.samples[first:last], bins.ends[low:high] - first)
         target = folder / f"rows-{index:05d}-of-{count:05d}.arrow"
         shard_begins = None if begins is None else begins[first:last]
-        shard = ShardPlan(prepared, split, target, rows, sizes[first:last], shard_begins, settings)
-        plans.append(shard)
+        plans.append(
+            ShardPlan(prepared, split, target, rows, sizes[first:last], shard_begins, settings)
+        )
     return plans
 
 
@@ -88,20 +89,14 @@ def write_shards(shards: Sequence[ShardPlan], workers: Workers) -> list[ShardSta
     if count > 1:
         written = _in_processes(missing, count, workers.start_method)
     else:
-        written = _in_this_process(missing)
+        written: list[ShardStats] = []
+        form = None
+        for shard in missing:
+            form = form or _build_form(shard.prepared, shard.split, shard.settings)
+            written.append(write_shard(form, shard.bins, shard.sizes, shard.target, shard.begins))
     new = {shard.target: shard_stats for shard, shard_stats in zip(missing, written, strict=True)}
     return [
         new.get(shard.target) or read_shard_stats(shard.target, shard.sizes) for shard in shards
-    ]
-
-
-def _in_this_process(shards: Sequence[ShardPlan]) -> list[ShardStats]:
-    if not shards:
-        return []
-    first = shards[0]
-    form = _build_form(first.prepared, first.split, first.settings)
-    return [
-        write_shard(form, shard.bins, shard.sizes, shard.target, shard.begins) for shard in shards
     ]
 
 

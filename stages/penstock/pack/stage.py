@@ -9,6 +9,9 @@ from penstock.core.cache.stage import Artifact, Facts, Stage
 from penstock.core.files import read_json
 from penstock.pack.settings import PackSettings
 
+OPTIONAL_FACTS = ("untrained_rows", "sources", "images", "image_tokens")
+"""Facts that are left out where no split has any."""
+
 
 @dataclass(frozen=True)
 class Pack(Stage):
@@ -76,12 +79,11 @@ class Pack(Stage):
         settings = self.resolved()
         measured = {split: self._split(out, split, settings) for split in SPLITS}
         self._link_images(out)
-        names = dict.fromkeys(name for lengths in measured.values() for name in lengths)
+        facts = {name: {s: measured[s][name] for s in SPLITS} for name in measured[SPLITS[0]]}
         return {
-            name: {
-                split: measured[split].get(name, [] if name == "sources" else 0) for split in SPLITS
-            }
-            for name in names
+            name: values
+            for name, values in facts.items()
+            if name not in OPTIONAL_FACTS or any(values.values())
         }
 
     def _link_images(self, out: Path) -> None:
@@ -127,9 +129,7 @@ class Pack(Stage):
         documents = form.document_lengths(row_plan.bins.samples, row_plan.sizes)
         tokens, rows = int(documents.sum()), len(row_plan.bins)
         capacity = rows * settings.sample_packing_sequence_len
-        trained = np.concatenate(
-            [np.empty(0, np.int64), *(shard_stats.trained for shard_stats in written)]
-        )
+        trained = np.concatenate([np.empty(0, np.int64), *(stats.trained for stats in written)])
         totals = np.concatenate([[0], np.cumsum(trained)])[row_plan.bins.ends]
         untrained = int(np.count_nonzero(np.diff(totals, prepend=0) == 0))
         sources = count_sources(samples, row_plan, trained, capacity)
@@ -141,9 +141,9 @@ class Pack(Stage):
             "documents": len(documents),
             "tokens": tokens,
             "trained_tokens": int(trained.sum()),
-            **({"untrained_rows": untrained} if untrained else {}),
-            **({"sources": sources} if len(sources) > 1 else {}),
-            "max_token_id": max((shard_stats.max_token_id for shard_stats in written), default=0),
+            "untrained_rows": untrained,
+            "sources": sources if len(sources) > 1 else [],
+            "max_token_id": max((stats.max_token_id for stats in written), default=0),
             "fill": round(tokens / capacity, 6) if rows else 0.0,
             "lengths": histogram(documents),
             **form.facts(row_plan.bins.samples),
