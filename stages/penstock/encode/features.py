@@ -99,9 +99,9 @@ class Features:
         return [*files]
 
     def _write(self, digests: Sequence[bytes], part: Path) -> Mapping[str, Any]:
-        known = self._known
+        stored = self._known
         count = write_images(
-            part, (known.get(digest) or self._encode(digest) for digest in digests)
+            part, (stored.get(digest) or self._encode(digest) for digest in digests)
         )
         fsync(part)
         log.info("encode: %s has %d images", part.name, count)

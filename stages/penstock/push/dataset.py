@@ -117,8 +117,13 @@ class DatasetTarget:
             card = self._card(info)
             splits = dict.fromkeys(file.split for file, _ in sent)
             paths = [{"split": s, "path": f"{self.config}/{s}-*.parquet"} for s in splits]
-            others = [entry for entry in _configs(card) if entry["config_name"] != self.config]
-            card.data["configs"] = [*others, {"config_name": self.config, "data_files": paths}]
+            other_configs = [
+                entry for entry in _configs(card) if entry["config_name"] != self.config
+            ]
+            card.data["configs"] = [
+                *other_configs,
+                {"config_name": self.config, "data_files": paths},
+            ]
             with self.hub.translate_errors("send to"):
                 try:
                     done = self.hub.api.create_commit(

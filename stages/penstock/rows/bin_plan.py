@@ -96,7 +96,9 @@ def greedy(lengths: npt.ArrayLike, capacity: int, group_size: int) -> PackingPla
     """
     sizes = np.asarray(lengths, dtype=np.int64)
     starts = range(0, len(sizes), group_size)
-    return join([_worst_fit(sizes[at : at + group_size], capacity, at) for at in starts])
+    return join(
+        [_worst_fit(sizes[start : start + group_size], capacity, start) for start in starts]
+    )
 
 
 def _worst_fit(sizes: Indices, capacity: int, first: int) -> PackingPlan:

@@ -236,12 +236,16 @@ class ModelStore:
 
     def _trained(self, resident: TenantModel, *, states: Any) -> TrainState:
         substrate = self.residents.substrate
-        whole, optimizer = substrate.built.train_state, resident.optimizer
-        trained = replace(whole, optimizer=optimizer, states=states, compressed_to=None)
+        train_state = replace(
+            substrate.built.train_state,
+            optimizer=resident.optimizer,
+            states=states,
+            compressed_to=None,
+        )
         if resident.adapter is None or substrate.sharing == "alone":
-            return trained
+            return train_state
         cut = partial(trim_lora_rank, resident.adapter.rank)
-        return replace(trained, params=resident.trained, cut=cut)
+        return replace(train_state, params=resident.trained, cut=cut)
 
     def _described(self, resident: TenantModel) -> dict[str, Any]:
         adapter = resident.adapter

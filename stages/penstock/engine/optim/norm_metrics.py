@@ -81,8 +81,9 @@ class Norms(StepPart):
         copies, layer_index = list[int](), list[int]()
         for param in trained:
             pieces = [(piece, param.num_replicas * piece.num_copies) for piece in param.shards]
-            whole = param.num_copies
-            for piece, num_copies in pieces if whole is None else [(None, whole)]:
+            if param.num_copies is not None:
+                pieces = [(None, param.num_copies)]
+            for piece, num_copies in pieces:
                 self._parts.append((param, piece))
                 copies.append(num_copies)
                 layer_index.append(names.index(named(param.name)) if names else 0)
