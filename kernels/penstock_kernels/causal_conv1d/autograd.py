@@ -31,9 +31,11 @@ def differentiable(
     def back(
         ctx: Any, dy_TC: torch.Tensor | None, dfinal_BWC: torch.Tensor | None
     ) -> tuple[torch.Tensor | None, ...]:
+        # Read once: under activation checkpointing each read recomputes, and a second one raises.
+        inputs = ctx.saved_tensors
         if dy_TC is None:
-            dy_TC = torch.zeros_like(ctx.saved_tensors[0])
-        return needed(ctx, gradients_of(dy_TC, dfinal_BWC, *ctx.saved_tensors, *ctx.options))
+            dy_TC = torch.zeros_like(inputs[0])
+        return needed(ctx, gradients_of(dy_TC, dfinal_BWC, *inputs, *ctx.options))
 
     # Mostly nobody has a gradient of the final states.
     keep = keep_inputs(5, materialize_grads=False)

@@ -37,7 +37,9 @@ def differentiable(
     def back(
         ctx: Any, dy_TNV: torch.Tensor | None, dfinal_BNKV: torch.Tensor | None, *_: None
     ) -> tuple[torch.Tensor | None, ...]:
-        inputs, saved = ctx.saved_tensors[:7], ctx.saved_tensors[7:]
+        # Read once: under activation checkpointing each read recomputes, and a second one raises.
+        tensors = ctx.saved_tensors
+        inputs, saved = tensors[:7], tensors[7:]
         if dy_TNV is None:
             dy_TNV = torch.zeros_like(inputs[2])
         return needed(ctx, gradients_of(dy_TNV, dfinal_BNKV, *saved, *inputs, *ctx.options))

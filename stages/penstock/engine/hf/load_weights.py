@@ -238,7 +238,11 @@ class _Sender:
             dist.P2POp(
                 dist.isend,
                 # As bytes: some dtypes of files cannot be sent.
-                _columns(rows, piece, *part, first).reshape(-1).view(torch.uint8).to(self._device),
+                _columns(rows, piece, *part, first)
+                .contiguous()
+                .view(-1)
+                .view(torch.uint8)
+                .to(self._device),
                 rank,
                 self._group,
             )

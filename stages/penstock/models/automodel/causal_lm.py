@@ -141,7 +141,7 @@ class AutoCausalLM(nn.Module):
             dropout_rng(rng and replace(rng, any_rows=True)),
         ):
             if traits.packing:
-                y_TD = self._run(inputs[None], packed_inputs(position_ids_T, segments))[0]
+                y_TD = self._packed(inputs, position_ids_T, segments)
             else:
                 y_TD = self._padded(inputs, segments, images)
         if self.config.outline.media:
@@ -152,6 +152,12 @@ class AutoCausalLM(nn.Module):
         head = self.get_submodule(self.config.outline.head)
         head = head if traits.head == Head() else ScaledHead(head, traits.head)
         return head(y_TD) if output_fn is None else output_fn(y_TD, head)
+
+    def _packed(
+        self, ids_T: torch.Tensor, position_ids_T: torch.Tensor, segments: VarlenMetadata
+    ) -> torch.Tensor:
+        """Hidden states [T, D], or logits, of documents as one sequence."""
+        return self._run(ids_T[None], packed_inputs(position_ids_T, segments))[0]
 
     def image_params(self) -> list[nn.Parameter]:
         """The parameters now of the towers and the projector."""
@@ -167,7 +173,7 @@ class AutoCausalLM(nn.Module):
     def _padded(
         self, ids_T: torch.Tensor, segments: VarlenMetadata, images: ImageInputs | None
     ) -> torch.Tensor:
-        """Hidden states [T, D], or logits, of documents as a padded batch."""
+        """The same of documents as a padded batch."""
         # On the host: reading the longest length from a device would wait for it.
         lengths = torch.tensor(segments.lengths)
         longest = int(lengths.max())
