@@ -87,9 +87,12 @@ def test_prompts_are_not_shared_unless_that_is_written_which_is_refused(tmp_path
 SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 """Of all draws; with this variable in the environment the same are drawn again."""
 
-LIMITS = Errors(loss=1e-10, norm=1e-10, gradients=1e-10, weights=1e-10)
+LIMITS = Errors(loss=1e-9, norm=1e-9, gradients=1e-9, weights=1e-9)
 """In float32, gradients differ by up to 1e-4: what two layouts round differently, a state carries
 from token to token."""
+WEIGHTED = Errors(loss=1e-8, norm=1e-8, gradients=2e-7, weights=1e-7)
+"""Loss weights are float32 whatever is computed in, and are divided by the largest of their
+micro-batch (`penstock.losses.labels`), which is another one in another layout."""
 
 LINEAR = (
     "linear attention",
@@ -126,4 +129,5 @@ def test_layouts_of_linear_attention_differ_by_rounding_alone(group, tmp_path):
         for name, trace in traces.items():
             far = errors(trace, wanted[name])
             print(f"{name}: {far}")
-            assert far.within(LIMITS), f"{name}: {far}"
+            limits = WEIGHTED if "rows weighted" in str(draws[name][0]) else LIMITS
+            assert far.within(limits), f"{name}: {far}"
