@@ -294,8 +294,8 @@ def parse_labels(location: str, value: Any, count: int, why: str) -> list[bool]:
         )
     for index, label in enumerate(value):
         if not isinstance(label, int) or label not in (0, 1):
-            place = f"{location}[{index}]"
+            element = f"{location}[{index}]"
             raise BadRecord(
-                "bad_value", f"{place} is {describe_value(label)} where 0 or 1 is meant"
+                "bad_value", f"{element} is {describe_value(label)} where 0 or 1 is meant"
             )
     return [bool(label) for label in value]
