@@ -52,6 +52,8 @@ class Recorder:
     def __init__(self, windows):
         self.windows = windows
         self.computed = 0
+        self.seen = []
+        """Of each sequence in the last pass: window, first visible token, and the tokens."""
 
     def run(self, batch) -> None:
         ids, positions = batch.batch.input_ids_T, batch.batch.position_ids_T
@@ -125,7 +127,7 @@ def test_pages_are_counted_found_again_and_given_away_last_used_first():
         pool.release(page)
     assert pool.available == 4
     assert [pool.find(key) for key in keys] == [0, 1]
-    pool.share(pool.find(keys[0]))
+    pool.share(0)
     assert pool.available == 3
     others = [pool.take() for _ in range(3)]
     assert sorted(others) == [1, 2, 3]

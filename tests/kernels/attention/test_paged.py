@@ -32,7 +32,7 @@ def drawn(seed: int, dtype: torch.dtype, *, is_decode: bool, capped: bool = Fals
     lengths = [dice.choice((1, 2, 15, 16, 17, 70, 530, 700)) for _ in range(dice.randint(1, 5))]
     new = [1 if is_decode else dice.randint(1, min(length, 90)) for length in lengths]
     same = dice.random() < 0.4
-    documents = [
+    parts_of = [
         [
             torch.randn(length, key_heads, width, generator=generator)
             for _ in range(1 if same else 2)
@@ -43,7 +43,7 @@ def drawn(seed: int, dtype: torch.dtype, *, is_decode: bool, capped: bool = Fals
     shared = 0
     if len(lengths) > 1:
         shared = min(lengths[0] - new[0], lengths[1] - new[1]) // size
-        for first, second in zip(*documents[:2], strict=True):
+        for first, second in zip(*parts_of[:2], strict=True):
             second[: shared * size] = first[: shared * size]
     pages = iter(torch.randperm(400, generator=generator).tolist())
     if dice.random() < 0.5:
@@ -51,21 +51,24 @@ def drawn(seed: int, dtype: torch.dtype, *, is_decode: bool, capped: bool = Fals
     tables = [[next(pages) for _ in range(-(-length // size))] for length in lengths]
     if shared:
         tables[1][:shared] = tables[0][:shared]
-    stores = [torch.randn(400, size, key_heads, width, generator=generator) for _ in documents[0]]
-    for table, parts, length in zip(tables, documents, lengths, strict=True):
+    stores = [torch.randn(400, size, key_heads, width, generator=generator) for _ in parts_of[0]]
+    for table, parts, length in zip(tables, parts_of, lengths, strict=True):
         slots = torch.tensor(table).repeat_interleave(size)[:length] * size
         slots += torch.arange(length) % size
         for store, part in zip(stores, parts, strict=True):
             store.flatten(0, 1)[slots] = part
     stores = [store.to(DEVICE, dtype) for store in stores]
     q_TNH = torch.randn(sum(lengths), heads, width, generator=generator).to(DEVICE, dtype)
-    k_TKH, v_TKH = (torch.cat([parts[i] for parts in documents]).to(dtype) for i in (0, -1))
+    k_TKH, v_TKH = (torch.cat([parts[i] for parts in parts_of]).to(dtype) for i in (0, -1))
     window = dice.choice((None, 1, 5, 40, 600))
     sinks_N = torch.randn(heads, generator=generator).to(DEVICE) if dice.random() < 0.4 else None
     settings = (width**-0.5, window, sinks_N, 2.0 if capped else None)
-    wide = (x.to(DEVICE).double() for x in (q_TNH, k_TKH, v_TKH))
-    wide_settings = (*settings[:2], sinks_N if sinks_N is None else sinks_N.double(), settings[3])
-    y_TNH = eager(*wide, VarlenMetadata.of(lengths, DEVICE), *wide_settings)
+    q_wide, k_wide, v_wide = (x.to(DEVICE).double() for x in (q_TNH, k_TKH, v_TKH))
+    documents, sinks_wide = VarlenMetadata.of(lengths, DEVICE), None
+    if sinks_N is not None:
+        sinks_wide = sinks_N.double()
+    scale, soft_cap = settings[0], settings[-1]
+    y_TNH = eager(q_wide, k_wide, v_wide, documents, scale, window, sinks_wide, soft_cap)
     newest = [part[-count:] for part, count in zip(y_TNH.split(lengths), new, strict=True)]
     queries = [part[-count:] for part, count in zip(q_TNH.split(lengths), new, strict=True)]
     sequences = PagedSequences(size, tables, new, lengths, torch.device(DEVICE))
@@ -98,7 +101,9 @@ def test_a_sequence_is_computed_alike_whatever_else_is_in_the_step(backend):
     together = run(*case[:4], *case.settings)
     for number, query in enumerate(case.queries):
         table, count = case.sequences.tables[number], case.sequences.num_keys[number]
-        alone = PagedSequences(case.sequences.page_size, [table], [1], [count], DEVICE)
+        alone = PagedSequences(
+            case.sequences.page_size, [table], [1], [count], torch.device(DEVICE)
+        )
         y_1NH = run(query.unsqueeze(0), case.keys, case.values, alone, *case.settings)
         torch.testing.assert_close(y_1NH[0], together[number], atol=2e-6, rtol=2e-6)
         if backend == "triton":

@@ -54,8 +54,12 @@ class PagedSequences:
             width = max(map(len, self.tables))
             padded = [[*table, *[0] * (width - len(table))] for table in self.tables]
             starts = (0, *accumulate(self.num_queries))
-            self.memo["index tensors"] = tuple(
-                to_device(torch.tensor(numbers, dtype=torch.int32), self.device)
-                for numbers in (padded, starts, self.num_keys)
+            self.memo["index tensors"] = (
+                self._to_device(padded),
+                self._to_device(starts),
+                self._to_device(self.num_keys),
             )
         return self.memo["index tensors"]
+
+    def _to_device(self, numbers: Sequence[Any]) -> torch.Tensor:
+        return to_device(torch.tensor(numbers, dtype=torch.int32), self.device)

@@ -30,7 +30,7 @@ class _Runs(NamedTuple):
     runs: Sequence[_Run]
     queries: Sequence[torch.Tensor | int]
     """The rows of each run's queries: int64, or the only one."""
-    sequence_R: torch.Tensor | None
+    sequence_R: torch.Tensor | None  # noqa: N815 - R names the dimension
     """int64: the sequence of each pair, in the order of the runs; None if each has one run, and
     these are in the order of the sequences."""
 

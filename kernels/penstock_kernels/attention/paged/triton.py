@@ -1,4 +1,4 @@
-"""Paged attention on Triton: keys are read through the table of pages, and long sequences are split.
+"""Paged attention on Triton: keys are read through the table of pages; long sequences are split.
 
 A program takes the query heads of one key head of some queries of one sequence, and SPLIT of its
 keys: with few sequences their heads alone would not fill a GPU (Dao et al. 2023, "Flash-Decoding").
@@ -44,35 +44,159 @@ def tile(width: int, groups: int, dtype: torch.dtype, *, is_decode: bool) -> dic
     }
 
 
+def warps(sizes: dict[str, int]) -> int:
+    """Warps of a program: wide heads would spill in four."""
+    return 8 if sizes["WIDTH"] > 256 else 4
+
+
 @triton.jit
-def _load_queries(
-    q_ptr,
+def _load(
+    x_ptr,
     row_offset,
     is_row,
     offs,
     H,
+    UPCAST: tl.constexpr,
 ):
-    return tl.load(
-        q_ptr + row_offset[:, None] + offs[None, :],
-        mask=is_row[:, None] & (offs < H)[None, :],
-        other=0,
-    )
+    """[rows, features]"""
+    mask = is_row[:, None] & (offs < H)[None, :]
+    x = tl.load(x_ptr + row_offset[:, None] + offs[None, :], mask=mask, other=0)
+    if UPCAST:
+        x = x.to(tl.float32)
+    return x
 
 
 @triton.jit
-def _load_keys(
+def _store(
     x_ptr,
-    key_offset,
-    is_key,
+    row_offset,
+    is_row,
     offs,
     H,
+    x,
 ):
-    """[KEYS, features]"""
-    return tl.load(
-        x_ptr + key_offset[:, None] + offs[None, :],
-        mask=is_key[:, None] & (offs < H)[None, :],
-        other=0,
-    )
+    mask = is_row[:, None] & (offs < H)[None, :]
+    target = x_ptr + row_offset[:, None] + offs[None, :]
+    tl.store(target, x.to(x_ptr.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _cap(
+    scores,
+    soft_cap,
+):
+    # tanh by exponentials of negative numbers, which do not overflow.
+    small = tl.exp(-2 * tl.abs(scores / soft_cap))
+    tanh = (1 - small) / (1 + small)
+    return tl.where(scores < 0, -tanh, tanh) * soft_cap
+
+
+@triton.jit
+def _find_queries(
+    starts_ptr,
+    counts_ptr,
+    tiles_ptr,
+):
+    """The sequence of this program, its first query, its queries and keys, and the number of the
+    first query."""
+    if tiles_ptr is None:
+        # A decode step: one query of each sequence.
+        sequence, first_query = tl.program_id(0), 0
+    else:
+        sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
+        first_query = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
+    start = tl.load(starts_ptr + sequence)
+    queries = tl.load(starts_ptr + sequence + 1) - start
+    return sequence, start, queries, tl.load(counts_ptr + sequence), first_query
+
+
+@triton.jit
+def _find_keys(
+    count,
+    first_position,
+    split,
+    window,
+    QUERIES: tl.constexpr,
+    KEYS: tl.constexpr,
+    SPLIT: tl.constexpr,
+    NUM_SPLITS: tl.constexpr,
+    WINDOWED: tl.constexpr,
+):
+    """The first key of a split that a query of the tile sees, and their end."""
+    low = split * SPLIT
+    # No query of the tile sees a key after the last one's own.
+    high = tl.minimum(count, first_position + QUERIES)
+    if NUM_SPLITS > 1:
+        high = tl.minimum(high, low + SPLIT)
+    if WINDOWED:
+        low = tl.maximum(low, tl.maximum(first_position - window + 1, 0) // KEYS * KEYS)
+    return low, high
+
+
+@triton.jit
+def _find_slots(
+    table_ptr,
+    key,
+    is_key,
+    PAGE: tl.constexpr,
+):
+    page = tl.load(table_ptr + key // PAGE, mask=is_key, other=0)
+    return page.to(tl.int64) * PAGE + key % PAGE
+
+
+@triton.jit
+def _hide(
+    scores,
+    key,
+    position,
+    is_key,
+    window,
+    WINDOWED: tl.constexpr,
+):
+    """-inf for keys that a query does not see."""
+    sees = (key[None, :] <= position[:, None]) & is_key[None, :]
+    if WINDOWED:
+        sees = sees & (key[None, :] > position[:, None] - window)
+    return tl.where(sees, scores, float("-inf"))
+
+
+@triton.jit
+def _add_to_softmax(
+    scores,
+    most,
+    total,
+):
+    """Weights of these scores, the factor of all earlier ones, and the new maximum and sum."""
+    largest = tl.maximum(most, tl.max(scores, 1))
+    # Rows that have seen nothing yet: -inf minus -inf would be NaN.
+    shift = tl.where(largest == float("-inf"), 0.0, largest)
+    weights, keep = tl.exp(scores - shift[:, None]), tl.exp(most - shift)
+    return weights, keep, largest, total * keep + tl.sum(weights, 1)
+
+
+@triton.jit
+def _finish_softmax(
+    most,
+    total,
+):
+    """The log-sum-exp, and the factor of the summed values; -inf and 0 without any key."""
+    some = tl.where(total > 0, total, 1.0)
+    lse = tl.where(total > 0, most + tl.log(some), float("-inf"))
+    return lse, tl.where(total > 0, 1 / some, 0.0)
+
+
+@triton.jit
+def _share_of_keys(
+    lse,
+    sinks_ptr,
+    q_head,
+    is_row,
+):
+    # As in `_merge`: a result does not depend on how many splits the others need.
+    sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0).to(tl.float32)
+    joint = tl.maximum(lse, sink)
+    weight = tl.exp(lse - joint)
+    return weight / (weight + tl.exp(sink - joint))
 
 
 @triton.jit
@@ -115,105 +239,56 @@ def _paged_attention(
     """y [T, N, NUM_SPLITS, H] and lse [T, N, NUM_SPLITS]; with one split y is the result, with the
     sinks, and there is no lse."""
     head, split = tl.program_id(1), tl.program_id(2)
-    if tiles_ptr is None:
-        # A decode step: one query of each sequence.
-        sequence, first_query = tl.program_id(0), 0
-    else:
-        sequence = tl.load(tiles_ptr + 2 * tl.program_id(0))
-        first_query = tl.load(tiles_ptr + 2 * tl.program_id(0) + 1)
-    start = tl.load(starts_ptr + sequence)
-    queries = tl.load(starts_ptr + sequence + 1) - start
-    count = tl.load(counts_ptr + sequence)
+    sequence, start, queries, count, first_query = _find_queries(starts_ptr, counts_ptr, tiles_ptr)
     row = tl.arange(0, QUERIES * PADDED_GROUPS)
     query, group = first_query + row // PADDED_GROUPS, row % PADDED_GROUPS
-    is_row = (query < queries) & (group < GROUPS)
-    position = count - queries + query
-    q_head = head * GROUPS + group
-    token = (start + query).to(tl.int64)
-    offs = tl.arange(0, WIDTH)
+    is_row, position = (query < queries) & (group < GROUPS), count - queries + query
+    q_head, token = head * GROUPS + group, (start + query).to(tl.int64)
+    offs, rest = tl.arange(0, WIDTH), WIDTH + tl.arange(0, REST if REST > 0 else 16)
     row_offset = token * q_token_stride + q_head * q_head_stride
-    q = _load_queries(q_ptr, row_offset, is_row, offs, H)
+    q = _load(q_ptr, row_offset, is_row, offs, H, UPCAST)
     if REST > 0:
-        rest = WIDTH + tl.arange(0, REST)
-        q_rest = _load_queries(q_ptr, row_offset, is_row, rest, H)
+        q_rest = _load(q_ptr, row_offset, is_row, rest, H, UPCAST)
         acc_rest = tl.zeros([QUERIES * PADDED_GROUPS, REST], tl.float32)
-    low = split * SPLIT
-    # No query of the tile sees a key after the last one's own.
-    high = tl.minimum(count, count - queries + first_query + QUERIES)
-    if NUM_SPLITS > 1:
-        high = tl.minimum(high, low + SPLIT)
-    if WINDOWED:
-        visible = count - queries + first_query - window + 1
-        low = tl.maximum(low, tl.maximum(visible, 0) // KEYS * KEYS)
+    first = count - queries + first_query
+    low, high = _find_keys(count, first, split, window, QUERIES, KEYS, SPLIT, NUM_SPLITS, WINDOWED)
     most = tl.full([QUERIES * PADDED_GROUPS], float("-inf"), tl.float32)
     total = tl.zeros([QUERIES * PADDED_GROUPS], tl.float32)
     acc = tl.zeros([QUERIES * PADDED_GROUPS, WIDTH], tl.float32)
     for begin in range(low, high, KEYS):
         key = begin + tl.arange(0, KEYS)
         is_key = key < high
-        page = tl.load(tables_ptr + sequence * pages + key // PAGE, mask=is_key, other=0)
-        slot = page.to(tl.int64) * PAGE + key % PAGE
+        slot = _find_slots(tables_ptr + sequence * pages, key, is_key, PAGE)
         k_offset = slot * k_slot_stride + head * k_head_stride
         v_offset = slot * v_slot_stride + head * v_head_stride
-        k = _load_keys(k_ptr, k_offset, is_key, offs, H)
-        if UPCAST:
-            q, k = q.to(tl.float32), k.to(tl.float32)
         # Not TF32: its logits would be off by a thousandth.
+        k = _load(k_ptr, k_offset, is_key, offs, H, UPCAST)
         scores = tl.dot(q, tl.trans(k), input_precision="ieee")
         if REST > 0:
-            k_rest = _load_keys(k_ptr, k_offset, is_key, rest, H)
-            if UPCAST:
-                q_rest, k_rest = q_rest.to(tl.float32), k_rest.to(tl.float32)
+            k_rest = _load(k_ptr, k_offset, is_key, rest, H, UPCAST)
             scores += tl.dot(q_rest, tl.trans(k_rest), input_precision="ieee")
         scores *= scale
         if CAPPED:
-            # tanh by exponentials, which do not overflow for negative exponents.
-            ratio = tl.abs(scores / soft_cap)
-            small = tl.exp(-2 * ratio)
-            tanh = (1 - small) / (1 + small)
-            scores = tl.where(scores < 0, -tanh, tanh) * soft_cap
-        sees = (key[None, :] <= position[:, None]) & is_key[None, :]
-        if WINDOWED:
-            sees = sees & (key[None, :] > position[:, None] - window)
-        scores = tl.where(sees, scores, float("-inf"))
-        largest = tl.maximum(most, tl.max(scores, 1))
-        # Rows that have seen nothing yet: -inf minus -inf would be NaN.
-        shift = tl.where(largest == float("-inf"), 0.0, largest)
-        weights = tl.exp(scores - shift[:, None])
-        keep = tl.exp(most - shift)
-        total = total * keep + tl.sum(weights, 1)
-        v = _load_keys(v_ptr, v_offset, is_key, offs, H)
-        if UPCAST:
-            v = v.to(tl.float32)
+            scores = _cap(scores, soft_cap)
+        scores = _hide(scores, key, position, is_key, window, WINDOWED)
+        weights, keep, most, total = _add_to_softmax(scores, most, total)
+        v = _load(v_ptr, v_offset, is_key, offs, H, UPCAST)
         rounded = weights.to(v.dtype)
         acc = acc * keep[:, None] + tl.dot(rounded, v, input_precision="ieee")
         if REST > 0:
-            v_rest = _load_keys(v_ptr, v_offset, is_key, rest, H)
-            if UPCAST:
-                v_rest = v_rest.to(tl.float32)
+            v_rest = _load(v_ptr, v_offset, is_key, rest, H, UPCAST)
             acc_rest = acc_rest * keep[:, None] + tl.dot(rounded, v_rest, input_precision="ieee")
-        most = largest
-    seen = total > 0
-    lse = tl.where(seen, most + tl.log(tl.where(seen, total, 1.0)), float("-inf"))
-    share = tl.where(seen, 1 / tl.where(seen, total, 1.0), 0.0)
-    of_keys = tl.full([QUERIES * PADDED_GROUPS], 1.0, tl.float32)
+    lse, share = _finish_softmax(most, total)
+    y_row = (token * N + q_head) * NUM_SPLITS + split
+    share_of_keys = tl.full(lse.shape, 1.0, tl.float32)
     if NUM_SPLITS > 1:
-        tl.store(lse_ptr + (token * N + q_head) * NUM_SPLITS + split, lse, mask=is_row)
+        tl.store(lse_ptr + y_row, lse, mask=is_row)
     elif sinks_ptr is not None:
-        # As in `_merge`: a result does not depend on how many splits the others need.
-        sink = tl.load(sinks_ptr + q_head, mask=is_row, other=0).to(tl.float32)
-        joint = tl.maximum(lse, sink)
-        weight = tl.exp(lse - joint)
-        of_keys = weight / (weight + tl.exp(sink - joint))
-    y_offset = ((token * N + q_head) * NUM_SPLITS + split) * H
-    y_row = y_ptr + y_offset[:, None]
-    y = acc * share[:, None] * of_keys[:, None]
-    is_y = is_row[:, None] & (offs < H)[None, :]
-    tl.store(y_row + offs[None, :], y.to(y_ptr.dtype.element_ty), mask=is_y)
+        share_of_keys = _share_of_keys(lse, sinks_ptr, q_head, is_row)
+    _store(y_ptr, y_row * H, is_row, offs, H, acc * share[:, None] * share_of_keys[:, None])
     if REST > 0:
-        y_rest = acc_rest * share[:, None] * of_keys[:, None]
-        is_y = is_row[:, None] & (rest < H)[None, :]
-        tl.store(y_row + rest[None, :], y_rest.to(y_ptr.dtype.element_ty), mask=is_y)
+        y_rest = acc_rest * share[:, None] * share_of_keys[:, None]
+        _store(y_ptr, y_row * H, is_row, rest, H, y_rest)
 
 
 @triton.jit
@@ -288,7 +363,7 @@ def paged_attention(
         WINDOWED=window is not None,
         CAPPED=soft_cap is not None,
         UPCAST=INTERPRETED,  # bfloat16 products need it in the interpreter
-        num_warps=4,
+        num_warps=warps(sizes),
     )
     if splits > 1:
         _merge[(tokens * heads,)](

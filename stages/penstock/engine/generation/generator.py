@@ -56,7 +56,7 @@ PAGE_SIZE = 64
 RUNNING = 256
 """Sequences that are decoded together, at most."""
 ROOM_TO_GROW = 4
-"""On a CPU, where memory takes no room before it is written, tables get address space to grow in one
+"""On a CPU, where memory is not used before it is written, tables get address space to grow in one
 piece."""
 
 
