@@ -1,6 +1,7 @@
 """The commands that start nothing: `plan`, `check`, `translate`, `schema` and `doctor`."""
 
 import json
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -70,9 +71,11 @@ def check(
     return check_run(run_request(config, strict=strict).load(), console, all_fields=all_fields)
 
 
-def translate(
-    console: Console,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another tool's YAML file.")],
+@dataclass(frozen=True)
+class TranslateOptions:
+    """The options of `penstock translate`."""
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another tool's YAML file.")]
     output: Annotated[
         Path | None,
         typer.Option(
@@ -82,28 +85,30 @@ def translate(
             help="Where to write it, with translation_report.json beside it. Default: stdout."
             " Keys that are not translated are comments in it, and the exit code is then 4.",
         ),
-    ] = None,
+    ] = None
     world_size: Annotated[
         int | None,
         typer.Option(
             min=1, help="Fit parallel sizes to this many GPUs. Default: the GPUs of this machine."
         ),
-    ] = None,
+    ] = None
     dialect: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The tool that it is written for. Default: detected."),
-    ] = None,
+    ] = None
     strict: Annotated[
         bool,
         typer.Option(
             "--strict", help="Write nothing if a key is not translated or its value is doubtful."
         ),
-    ] = False,
-) -> dict[str, Any]:
-    """Translate another tool's config, and report on each key."""
-    from penstock.cli.translate import TranslateOptions, translate_file
+    ] = False
 
-    return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)
+
+def translate(console: Console, options: TranslateOptions) -> dict[str, Any]:
+    """Translate another tool's config, and report on each key."""
+    from penstock.cli.translate import translate_file
+
+    return translate_file(options, console)
 
 
 def schema(console: Console) -> dict[str, Any]:

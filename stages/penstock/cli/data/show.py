@@ -3,15 +3,16 @@
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console as Terminal
 from rich.text import Text
 
 from penstock.cli.console import Console
+from penstock.cli.data.commands import SampleSelection
 from penstock.cli.data.load_prepared import Prepared
 from penstock.cli.data.page import write_page
 from penstock.cli.data.sample_view import (
@@ -51,17 +52,6 @@ LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens"}
 
 MARKS = ("[[", "]]")
 """Marks around trained tokens on a terminal without colors."""
-
-
-@dataclass(frozen=True)
-class SampleSelection:
-    """Which samples to show."""
-
-    split: Literal["train", "validation"]
-    number: int
-    source: str | None
-    seed: int | None
-    indices: tuple[int, ...]
 
 
 def show_samples(
@@ -113,14 +103,14 @@ def _select_samples(
             "  Write data.val_set_size or data.test_datasets to have validation data."
         )
     candidates = _samples_from_source(selection, origins, run)
-    if not selection.indices:
+    if not selection.index:
         random = np.random.default_rng(seed)
         size = min(selection.number, len(candidates))
         drawn = random.choice(len(candidates), size, replace=False, shuffle=False)
         return sorted(candidates[drawn].tolist())
     if selection.seed is not None:
         raise ConfigError("--index names samples and --seed draws them.\n  Leave one of them out.")
-    for index in selection.indices:
+    for index in selection.index:
         if not 0 <= index < total:
             raise ConfigError(
                 f"--index {index}: the {selection.split} split has {total} samples, "
@@ -132,7 +122,7 @@ def _select_samples(
                 f"--index {index} is a sample of {of.label} ({of.section}), not of "
                 f"{selection.source}."
             )
-    return list(selection.indices)
+    return selection.index
 
 
 def _samples_from_source(

@@ -5,7 +5,7 @@ from typing import Annotated, Any
 import typer
 
 from penstock.cli.console import Console
-from penstock.cli.options import Config, overrides
+from penstock.cli.options import Config, run_request
 
 
 def flow(
@@ -19,7 +19,7 @@ def flow(
     """Run the whole pipeline as a Prefect flow on this machine."""
     from penstock.cli.flow.prefect import run_flow
 
-    return run_flow(config, overrides, console, recurring=recurring)
+    return run_flow(run_request(config), console, recurring=recurring)
 
 
 def deploy(

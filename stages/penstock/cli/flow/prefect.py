@@ -6,19 +6,21 @@ Prefect is never imported here: the scripts and the `prefect` command run as pro
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import penstock
 from penstock.cli.console import Console
-from penstock.config.loading.cli_overrides import Override
 from penstock.config.loading.load import load
 from penstock.core.errors import CapabilityError, StageError
 from penstock.core.files import atomic_write
 from penstock.core.process.die_with_parent import end_with_parent
 from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, asks_for_password
+
+if TYPE_CHECKING:  # `penstock doctor` imports this module and has to work where planning does not
+    from penstock.cli.run import Request
 
 PREFECT_FILE = "prefect.yaml"
 
@@ -30,17 +32,14 @@ def flows_folder() -> Path:
     return inside if inside.is_dir() else package.parents[1] / "flows"
 
 
-def run_flow(
-    config: Path, overrides: Sequence[Override], console: Console, *, recurring: bool
-) -> dict[str, object]:
+def run_flow(request: "Request", console: Console, *, recurring: bool) -> dict[str, object]:
     """Replace this process by the flow (`execv`); with --json start the flow and wait for it.
     Raises ConfigError for a config that cannot be loaded.
     """
     _require_prefect()
-    load(config, overrides)
+    load(request.file, request.overrides)
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
-    settings = [f"{override.option}={override.text}" for override in overrides]
-    command = [sys.executable, str(script), str(config), *settings]
+    command = [sys.executable, str(script), *request.arguments()]
     # `execv` drops what Python still buffers.
     sys.stdout.flush()
     if not console.as_json:
