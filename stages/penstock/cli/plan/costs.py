@@ -1,6 +1,7 @@
 """The costs of a run in `penstock plan`: memory, time, tokens, disk, and faster layouts."""
 
 import math
+import textwrap
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
@@ -12,7 +13,7 @@ from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
-from penstock.estimate.costs.device_speed import Machine, detect_machine, find_machine
+from penstock.estimate.costs.device_speed import detect_machine, find_machine
 from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict, with_images
 from penstock.estimate.costs.find_layouts import LayoutSearch, Proposal, find_fastest_layouts
 from penstock.estimate.costs.one_process import with_one_process_layout
@@ -76,14 +77,17 @@ def costs(
 
 
 def _format_costs(prediction: Prediction, sizes: int) -> str:
+    machine = prediction.machine
+    source = f" ({machine.source})" if machine.source else ""
+    reference = f"{format_seconds(prediction.reference_seconds)} for the reference log-probs"
     return "\n".join(
         [
-            f"costs on {format_ranks(prediction.degrees)} of {_machine_name(prediction.machine)}",
+            f"costs on {format_ranks(prediction.degrees)} of {machine.name}{source}",
             f"    model   {_format_count(sizes)} parameters",
             f"    run     {_format_length(prediction)}",
             f"    step    {_format_step(prediction)}",
             *(
-                [f"    before  {_format_reference(prediction)}"]
+                [f"    before  {reference} of all completions, once"]
                 if prediction.reference_seconds
                 else []
             ),
@@ -99,10 +103,6 @@ def format_ranks(degrees: ParallelDims) -> str:
     if degrees.world_size == 1:
         return "1 process"
     return f"{degrees.world_size} processes ({degrees})"
-
-
-def _machine_name(machine: Machine) -> str:
-    return f"{machine.name} ({machine.source})" if machine.source else machine.name
 
 
 def _format_length(prediction: Prediction) -> str:
@@ -134,11 +134,6 @@ def _format_step(prediction: Prediction) -> str:
     return f"{format_seconds(seconds)}, {speed}{total} ({parts})"
 
 
-def _format_reference(prediction: Prediction) -> str:
-    seconds = format_seconds(prediction.reference_seconds)
-    return f"{seconds} for the reference log-probs of all completions, once"
-
-
 def _format_memory(prediction: Prediction) -> str:
     parts = ", ".join(
         f"{name} {format_bytes(value)}" for name, value in asdict(prediction.memory).items()
@@ -168,24 +163,21 @@ def _format_layouts(layouts: Sequence[Proposal], search: LayoutSearch) -> str:
         return f"{head} none that fits was found; more devices or smaller rows are needed"
     rows = [("step", "tokens/s", "memory", "settings of train")]
     for layout in layouts:
-        prediction = layout.prediction
-        seconds = prediction.step.total if prediction.step else None
-        settings = ", ".join(
-            f"{name}: {_format_value(value)}" for name, value in layout.settings.items()
-        )
+        prediction, speed = layout.prediction, _per_second(layout.prediction)
         rows.append(
             (
-                format_seconds(seconds),
-                f"{prediction.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
+                format_seconds(prediction.step.total if prediction.step else None),
+                f"{speed:,.0f}" if speed else "n/a",
                 format_bytes(prediction.memory.total),
-                settings,
+                format_settings(layout),
             )
         )
-    return f"{head}\n" + "\n".join(f"    {line}" for line in table(rows).splitlines())
+    return f"{head}\n{textwrap.indent(table(rows), '    ')}"
 
 
-def _format_value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def format_settings(layout: Proposal) -> str:
+    """Its settings of `train`, as in a config."""
+    return ", ".join(f"{name}: {str(value).lower()}" for name, value in layout.settings.items())
 
 
 def _layout_as_json(proposal: Proposal) -> dict[str, Any]:
@@ -217,14 +209,12 @@ def _costs_as_json(prediction: Prediction, sizes: int) -> dict[str, Any]:
         "parameters": sizes,
         "memory": {**asdict(prediction.memory), "total": prediction.memory.total},
         "fits": prediction.fits,
-        "step": None
-        if prediction.step is None
-        else {**asdict(prediction.step), "total": prediction.step.total},
+        "step": prediction.step and {**asdict(prediction.step), "total": prediction.step.total},
         "flops_per_step": prediction.flops_per_step,
         "rows_per_step": prediction.rows_per_step,
         "tokens_per_step": prediction.tokens_per_step,
         "tokens_per_second": _per_second(prediction),
-        "length": None if length is None else asdict(length),
+        "length": length and asdict(length),
         "seconds": prediction.seconds,
         "reference_seconds": prediction.reference_seconds,
         "disk": {**asdict(prediction.disk), "total": prediction.disk.total},

@@ -1,13 +1,19 @@
 """`penstock plan --dry-run`: what a step of a layout holds, sends and waits for."""
 
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console, table
-from penstock.cli.plan.costs import format_bytes, format_ranks, format_seconds
+from penstock.cli.plan.costs import (
+    format_bytes,
+    format_ranks,
+    format_seconds,
+    format_settings,
+)
 from penstock.cli.run import Request
 from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.config.schema.run import RunConfig
@@ -32,7 +38,6 @@ DEFAULT_DEVICE = "H100"
 
 MAX_ROWS = 12
 """Rows of a table; --json has all."""
-
 
 BEST_LAYOUTS = 3
 """Layouts of the search that are run dry."""
@@ -60,7 +65,15 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
     Raises ConfigError for invalid options or layouts, CapabilityError if no layout fits.
     """
     if options.world:
-        added = _world_overrides(options.world)
+        local = min(options.world, DEVICES_PER_NODE)
+        if options.world % local:
+            raise ConfigError(
+                f"--world {options.world} is no multiple of {local} ranks per machine."
+            )
+        added = [
+            Override("launch.nproc_per_node", str(local)),
+            Override("launch.nnodes", str(options.world // local)),
+        ]
         request = replace(request, overrides=(*request.overrides, *added))
     run = _with_row_length(request.load())
     if options.devices:
@@ -82,16 +95,6 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
         layout_request = replace(request, overrides=(*request.overrides, *_parse_overrides(text)))
         layouts.append((text, _with_row_length(layout_request.load())))
     return print_dry_run(layouts, options, console)
-
-
-def _world_overrides(world: int) -> list[Override]:
-    local = min(world, DEVICES_PER_NODE)
-    if world % local:
-        raise ConfigError(f"--world {world} is no multiple of {local} ranks per machine.")
-    return [
-        Override("launch.nproc_per_node", str(local)),
-        Override("launch.nnodes", str(world // local)),
-    ]
 
 
 def _with_row_length(run: RunConfig) -> RunConfig:
@@ -121,20 +124,11 @@ def _fastest_layouts(
     hf_config = resolve_hf_config(run)
     dims = build_parallel_dims(run.train, options.world or world_size(run))
     rows = rows_per_step(run.train, dims.num_replicas)
-    search = LayoutSearch(
-        run,
-        build_cost_model(run, hf_config),
-        ModelDims.of(hf_config),
-        find_machine(_device_name(options)),
-        devices,
-        rows,
-        None,
-    )
+    model, counts = build_cost_model(run, hf_config), ModelDims.of(hf_config)
+    machine = find_machine(_device_name(options))
+    search = LayoutSearch(run, model, counts, machine, devices, rows, None)
     for proposal in find_fastest_layouts(search, limit=BEST_LAYOUTS):
-        text = ", ".join(
-            f"{name}: {str(value).lower()}" for name, value in proposal.settings.items()
-        )
-        yield text, with_train(run, proposal.settings)
+        yield format_settings(proposal), with_train(run, proposal.settings)
 
 
 @dataclass(frozen=True)
@@ -188,18 +182,11 @@ def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
             f"  Leave it out, or ask for at most {MAX_RANKS} ranks: those of one pipeline stage do "
             "the same."
         )
-    device = _device_name(options)
-    hf_config = resolve_hf_config(run)
-    result = dry_run(
-        run,
-        hf_config,
-        dims,
-        select_ranks(dims, options.ranks),
-        device_name=device,
-        local_ranks=min(dims.world_size, DEVICES_PER_NODE),
-    )
-    machine = find_machine(device)
-    return Layout(name, result, predict(run, build_cost_model(run, hf_config), dims, machine, None))
+    device, hf_config = _device_name(options), resolve_hf_config(run)
+    ranks, local_ranks = select_ranks(dims, options.ranks), min(dims.world_size, DEVICES_PER_NODE)
+    result = dry_run(run, hf_config, dims, ranks, device_name=device, local_ranks=local_ranks)
+    model = build_cost_model(run, hf_config)
+    return Layout(name, result, predict(run, model, dims, find_machine(device), None))
 
 
 def _device_name(options: DryRunOptions) -> str:
@@ -220,17 +207,16 @@ def _misfit(layout: Layout) -> str:
 
 def _format_layout(layout: Layout) -> str:
     result = layout.dry_run
-    dims = result.dims
+    ranks = ", ".join(str(rank.rank) for rank in result.ranks)
+    mfu = "" if result.mfu is None else f", {100 * result.mfu:.0f} % of the device's FLOP/s"
     lines = [
-        f"dry run of {format_ranks(dims)} on {result.device_name}: {_format_ranks(result.ranks)} "
-        "run",
+        f"dry run of {format_ranks(result.dims)} on {result.device_name}: rank {ranks} run",
         f"    step     {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
-        f"{_format_mfu(result)}; {_format_limits(result)}",
+        f"{mfu}; {_format_limits(result)}",
         f"    memory   {format_bytes(result.peak)} of {format_bytes(result.device.memory)} at the "
         f"peak (estimate from shapes: {format_bytes(layout.estimate.memory.total)})",
     ]
-    for rank in result.ranks[:MAX_ROWS]:
-        lines.append(f"    rank {rank.rank:<4}{_format_rank(rank)}")
+    lines += [f"    rank {rank.rank:<4}{_format_rank(rank)}" for rank in result.ranks[:MAX_ROWS]]
     worst = max(result.ranks, key=lambda rank: rank.result.peak)
     lines += ["", f"collectives of rank {worst.rank}", _collectives(worst)]
     lines += ["", f"host syncs of rank {worst.rank}", _syncs(worst)]
@@ -238,16 +224,8 @@ def _format_layout(layout: Layout) -> str:
         faults = [
             (f"{times} x", cause, code_line) for (cause, code_line), times in result.faults.items()
         ]
-        lines += ["", "faults", _indented([("times", "fault", "where"), *faults])]
+        lines += ["", "faults", _indented_table([("times", "fault", "where"), *faults])]
     return "\n".join(lines)
-
-
-def _format_ranks(ranks: Sequence[RankSummary]) -> str:
-    return "rank " + ", ".join(str(rank.rank) for rank in ranks)
-
-
-def _format_mfu(result: DryRun) -> str:
-    return "" if result.mfu is None else f", {100 * result.mfu:.0f} % of the device's FLOP/s"
 
 
 def _format_limits(result: DryRun) -> str:
@@ -283,13 +261,13 @@ def _collectives(rank: RankSummary) -> str:
                 use.call_site,
             )
         )
-    return _indented(rows)
+    return _indented_table(rows)
 
 
 def _syncs(rank: RankSummary) -> str:
     rows = [("times", "sync", "phase", "where")]
     rows += [(str(times), *key) for key, times in rank.syncs.most_common(MAX_ROWS)]
-    return _indented(rows)
+    return _indented_table(rows)
 
 
 def _format_comparison(layouts: Sequence[Layout]) -> str:
@@ -312,8 +290,8 @@ def _format_comparison(layouts: Sequence[Layout]) -> str:
             )
         )
     device = layouts[0].dry_run.device_name
-    return f"dry runs on {device}\n{_indented(rows)}"
+    return f"dry runs on {device}\n{_indented_table(rows)}"
 
 
-def _indented(rows: Sequence[tuple[str, ...]]) -> str:
-    return "\n".join(f"    {line}" for line in table(rows).splitlines())
+def _indented_table(rows: Sequence[tuple[str, ...]]) -> str:
+    return textwrap.indent(table(rows), "    ")
