@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from penstock import __version__
 from penstock.cli.console import Console, table
-from penstock.cli.flow.prefect import prefect_api_url
+from penstock.cli.flow import prefect_api_url
 from penstock.core import env
 from penstock.core.errors import CapabilityError
 from penstock.core.machine import gpu_stack

@@ -20,7 +20,7 @@ from penstock.cli.artifacts.commands import commands as artifact_commands
 from penstock.cli.chat.options import chat_command
 from penstock.cli.console import Console, run
 from penstock.cli.data.commands import commands as data_commands
-from penstock.cli.flow.commands import deploy, flow
+from penstock.cli.flow import deploy, flow
 from penstock.cli.inspect_commands import check, doctor, plan, schema, translate
 from penstock.cli.launch.options import launch
 from penstock.cli.models import commands as model_commands

@@ -39,10 +39,15 @@ def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
 
 def show_artifact(console: Console, key: Key, root: Roots = None) -> dict[str, Any]:
     """Print a result's manifest: identity, inputs, files and facts."""
+    import yaml
+
     entry = _find_entry(key, root)
     if entry.manifest is None:
         raise ArtifactError(f"{entry.where} is incomplete and has no manifest yet.")
-    console.result(_format_manifest(entry))
+    shown = {name: value for name, value in entry.manifest.items() if name != "files"}
+    shown["files"] = len(entry.manifest["files"])
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    console.result(text.rstrip())
     return {"manifest": entry.manifest}
 
 
@@ -164,15 +169,6 @@ def _entry_as_json(entry: "Entry") -> dict[str, Any]:
         "created": created or None,
         "path": location,
     }
-
-
-def _format_manifest(entry: "Entry") -> str:
-    import yaml
-
-    assert entry.manifest
-    shown = {k: v for k, v in entry.manifest.items() if k != "files"}
-    shown["files"] = len(entry.manifest["files"])
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()
 
 
 commands = typer.Typer(

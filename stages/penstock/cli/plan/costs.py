@@ -3,10 +3,11 @@
 import math
 import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.cli.console import table
+from penstock.cli.inspect_commands import PlanOptions
 from penstock.cli.plan.sizing import check_sizing
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
@@ -24,25 +25,15 @@ from penstock.train.launch.torchrun import num_local_ranks
 NOT_MEASURED = "time not known; penstock doctor --measure measures how fast this machine is"
 
 
-@dataclass(frozen=True)
-class DeviceOptions:
-    """The device options of the command line."""
-
-    devices: int | None = None
-    """Search the fastest layouts on this many devices."""
-    kind: str | None = None
-    """Device name; None: the devices of this machine."""
-
-
 def costs(
-    run: RunConfig, steps: Sequence[PlannedStage], location: DeviceOptions
+    run: RunConfig, steps: Sequence[PlannedStage], options: PlanOptions
 ) -> tuple[str, dict[str, Any]]:
     """The costs of a run as text and as plain values; empty for a run that does not train.
 
     Raises ConfigError for unknown devices.
     """
     if all(step.stage.name != "train" for step in steps):
-        if location.devices or location.kind:
+        if options.devices or options.device_kind:
             raise ConfigError(
                 "--devices and --device-kind are about training, and this run does not train.\n"
                 "  Add train to pipeline.stages, or leave them out."
@@ -54,8 +45,12 @@ def costs(
     hf_config, facts = resolve_hf_config(run), DataFacts.read(steps)
     model = build_cost_model(run, hf_config)
     run = with_row_length(run, facts, steps, model.config.vocab_size)
-    machine = find_machine(location.kind) if location.kind else detect_machine(num_local_ranks(run))
-    run, layout = with_one_process_layout(run, machine) if location.devices is None else (run, None)
+    machine = (
+        find_machine(options.device_kind)
+        if options.device_kind
+        else detect_machine(num_local_ranks(run))
+    )
+    run, layout = with_one_process_layout(run, machine) if options.devices is None else (run, None)
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
     prediction = predict(run, model, degrees, machine, data)
@@ -67,10 +62,10 @@ def costs(
     text = f"{_format_costs(prediction, sizes)}\n{sizing.text}"
     text += f"\n    layout  {layout}" if layout else ""
     plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing.as_json()}
-    if location.devices is None:
+    if options.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
-    search = LayoutSearch(run, model, counts, machine, location.devices, rows, data)
+    search = LayoutSearch(run, model, counts, machine, options.devices, rows, data)
     layouts = find_fastest_layouts(search)
     text += "\n" + _format_layouts(layouts, search)
     return text, {**plain, "layouts": [_layout_as_json(layout) for layout in layouts]}

@@ -4,10 +4,10 @@ import shlex
 import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console, table
+from penstock.cli.inspect_commands import PlanOptions
 from penstock.cli.plan.costs import (
     format_bytes,
     format_ranks,
@@ -27,7 +27,7 @@ from penstock.estimate.costs.find_layouts import LayoutSearch, find_fastest_layo
 from penstock.estimate.costs.token_counts import DataFacts, with_row_length
 from penstock.estimate.dryrun.chrome_trace import write_chrome_trace
 from penstock.estimate.dryrun.dry_run import dry_run
-from penstock.estimate.dryrun.roles import MAX_RANKS, RankChoice, select_ranks
+from penstock.estimate.dryrun.roles import MAX_RANKS, select_ranks
 from penstock.estimate.dryrun.summary import DryRun, RankSummary
 from penstock.estimate.machine import resolve_hf_config, with_prompts_apart, world_size
 from penstock.pipeline.composing import with_composed_model
@@ -43,23 +43,7 @@ BEST_LAYOUTS = 3
 """Layouts of the search that are run dry."""
 
 
-@dataclass(frozen=True)
-class DryRunOptions:
-    """The options of the command line."""
-
-    world: int | None = None
-    """Number of ranks; None: those of the run on this machine."""
-    ranks: RankChoice = "roles"
-    device: str | None = None
-    devices: int | None = None
-    """Run the fastest layouts for this many devices instead of the config's own."""
-    trace: Path | None = None
-    """Where to write a Chrome trace."""
-    compare: Sequence[str] = ()
-    """Other layouts, each as overrides such as `train.tensor_parallel_size=2`."""
-
-
-def dry_run_config(request: Request, options: DryRunOptions, console: Console) -> dict[str, Any]:
+def dry_run_config(request: Request, options: PlanOptions, console: Console) -> dict[str, Any]:
     """Run the layouts of a config dry and print what was found.
 
     Raises ConfigError for invalid options or layouts, CapabilityError if no layout fits.
@@ -119,7 +103,7 @@ def _parse_overrides(text: str) -> list[Override]:
 
 
 def _fastest_layouts(
-    run: RunConfig, devices: int, options: DryRunOptions
+    run: RunConfig, devices: int, options: PlanOptions
 ) -> Iterator[tuple[str, RunConfig]]:
     hf_config = resolve_hf_config(run)
     dims = build_parallel_dims(run.train, options.world or world_size(run))
@@ -141,7 +125,7 @@ class Layout:
 
 
 def print_dry_run(
-    layouts: Sequence[tuple[str, RunConfig]], options: DryRunOptions, console: Console
+    layouts: Sequence[tuple[str, RunConfig]], options: PlanOptions, console: Console
 ) -> dict[str, Any]:
     """Run each (name, run) dry and print what was found; several side by side.
 
@@ -173,7 +157,7 @@ def print_dry_run(
     return {}
 
 
-def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
+def run_layout(name: str, run: RunConfig, options: PlanOptions) -> Layout:
     """Run one layout dry. Raises ConfigError for a layout that is invalid for these ranks."""
     dims = build_parallel_dims(run.train, options.world or world_size(run))
     if options.ranks == "all" and dims.world_size > MAX_RANKS:
@@ -189,9 +173,9 @@ def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
     return Layout(name, result, predict(run, model, dims, find_machine(device), None))
 
 
-def _device_name(options: DryRunOptions) -> str:
+def _device_name(options: PlanOptions) -> str:
     names = gpu_names()
-    return options.device or (names[0] if names else DEFAULT_DEVICE)
+    return options.device_kind or (names[0] if names else DEFAULT_DEVICE)
 
 
 def _misfit(layout: Layout) -> str:
