@@ -145,12 +145,12 @@ def _check_version(
     requirement = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
     mend = f"pip install '{requirement}'"
     try:
-        have = version_of(package)
+        installed = version_of(package)
     except PackageNotFoundError:
         return DoctorCheck(package, "wrong", "not installed", mend)
-    release = Version(have)
+    release = Version(installed)
     fits = release >= Version(oldest) and (first_bad is None or release < Version(first_bad))
-    return DoctorCheck(package, "ok" if fits else "wrong", have, "" if fits else mend)
+    return DoctorCheck(package, "ok" if fits else "wrong", installed, "" if fits else mend)
 
 
 def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:

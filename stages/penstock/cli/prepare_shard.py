@@ -39,13 +39,13 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
         summary = f"all of it is cached in {step.where}"
     else:
         try:
-            did = stage.prepare_share(step.path, number - 1, count)
+            progress = stage.prepare_share(step.path, number - 1, count)
         except OSError as error:
             raise StageError(
                 f"share {share} of prepare failed: {describe_os_error(error)}\n"
                 "  Finished slices are kept; run the same command again to resume."
             ) from error
-        status, counts = ("ran" if did.done else "cached"), asdict(did)
+        status, counts = ("ran" if progress.done else "cached"), asdict(progress)
         summary = "once all shares have ended, penstock prepare without --shard finishes the data"
     facts = {"share": share, **counts}
     seconds = time.monotonic() - started

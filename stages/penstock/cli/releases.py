@@ -115,15 +115,15 @@ def prune_releases(
 
     store = _open_store(location)
     with store.writing(console.say):
-        doomed = prunable(store, keep_last)
-        for number in doomed:
+        chosen = prunable(store, keep_last)
+        for number in chosen:
             if not dry_run:
                 store.delete(number)
             console.result(
                 f"{'would delete' if dry_run else 'deleted'} {release_folder_name(number)}"
             )
-    console.result(f"{len(doomed)} releases")
-    return {"pruned": doomed}
+    console.result(f"{len(chosen)} releases")
+    return {"pruned": chosen}
 
 
 def _open_store(location: str) -> "ReleaseStore":

@@ -169,9 +169,9 @@ def _marks(translation: Translation) -> dict[str, Kind]:
         for name in line.names:
             kinds.setdefault(name, set()).add(line.kind)
     marks: dict[str, Kind] = {}
-    for name, of_lines in kinds.items():
+    for name, line_kinds in kinds.items():
         for kind in COMMENTED:
-            if of_lines == {kind} or (kind != "assumed" and kind in of_lines):
+            if line_kinds == {kind} or (kind != "assumed" and kind in line_kinds):
                 marks[name] = kind
     return marks
 

@@ -100,10 +100,10 @@ def prune_artifacts(
 
     age = parse_age(older_than)
     entries = _add_releases(list(find_entries(root)))
-    doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
+    chosen = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
     folders = [Path(folder) for folder in root or ["."] if not is_url(folder)]
     caches = [cache for folder in folders for cache in find_caches(folder, SEARCH_DEPTH)]
-    return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
+    return prune(entries, chosen, sorted(caches), age, console, dry_run=dry_run)
 
 
 def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
@@ -129,8 +129,8 @@ def _add_releases(entries: "list[Entry]") -> "list[Entry]":
         if isinstance(entry, LocalEntry)
         for manifest_file in entry.root.glob(f"{RELEASES}/*/*/{MANIFEST}")
     }
-    more = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
-    return [*entries, *(entry for entry in more if entry.where not in locations)]
+    releases = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
+    return [*entries, *(entry for entry in releases if entry.where not in locations)]
 
 
 def _find_entry(key: str, roots: list[str] | None) -> "Entry":

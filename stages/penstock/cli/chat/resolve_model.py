@@ -62,8 +62,10 @@ def resolve_target(
             f"{typed} is an adapter already ({target.adapter}), and only one adapter can be loaded "
             "on a model.\n  Leave --adapter out, or name the base model."
         )
-    laid = _local_folder(adapter)
-    return Target(target.model, laid, f"{target.description} with the adapter {laid}")
+    adapter_folder = _local_folder(adapter)
+    return Target(
+        target.model, adapter_folder, f"{target.description} with the adapter {adapter_folder}"
+    )
 
 
 def load_target(

@@ -4,6 +4,7 @@ import difflib
 import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -117,9 +118,9 @@ def _select_samples(
                 f"from 0 to {total - 1}."
             )
         if index not in candidates:
-            of = origins.sources[origins.source_indices[index]]
+            source = origins.sources[origins.source_indices[index]]
             raise ConfigError(
-                f"--index {index} is a sample of {of.label} ({of.section}), not of "
+                f"--index {index} is a sample of {source.label} ({source.section}), not of "
                 f"{selection.source}."
             )
     return selection.index
@@ -225,13 +226,11 @@ def _build_part(name: str, side: tuple[Tokens, Tokens], start: int, decoder: Dec
 
 
 def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Span]:
-    if not ids:
-        return
-    looks = list(zip(trained.tolist(), map(decoder.is_special, ids), strict=True))
-    ends = [index for index in range(1, len(ids)) if looks[index] != looks[index - 1]] + [len(ids)]
+    styles = list(zip(trained.tolist(), map(decoder.is_special, ids), strict=True))
+    ends = list(accumulate(len(list(run)) for _, run in groupby(styles)))
     start = 0
     for end, text in zip(ends, decoder.pieces(ids, ends), strict=True):
-        yield Span(*looks[start], text, ids[start:end])
+        yield Span(*styles[start], text, ids[start:end])
         start = end
 
 

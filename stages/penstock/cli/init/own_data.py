@@ -122,9 +122,9 @@ def describe(data: OwnData) -> str:
     mean = f"{about}{data.tokens:,.0f} tokens in the mean"
     part = "longest answer with its prompt" if data.is_preference else "longest"
     longest = f"the {part} of {data.measured:,} has {about}{data.longest:,}"
-    of = "with both answers, " if data.is_preference else ""
+    sides = "with both answers, " if data.is_preference else ""
     summary = f"{data.samples:,} samples of type {data.format.type}"
-    return f"{data.path}: {summary}, {of}{mean}; {longest}."
+    return f"{data.path}: {summary}, {sides}{mean}; {longest}."
 
 
 def choose(data: OwnData, model: str) -> ChosenConfig:

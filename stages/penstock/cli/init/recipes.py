@@ -91,8 +91,8 @@ def write_config(
         ) from None
     except OSError as error:
         raise StageError(f"{target} cannot be written: {describe_os_error(error)}.") from error
-    then = f"serve {target}" if serves else f"check {target} and penstock run {target}"
-    console.say(f"next: read {target} and edit it, then penstock {then}")
+    command = f"serve {target}" if serves else f"check {target} and penstock run {target}"
+    console.say(f"next: read {target} and edit it, then penstock {command}")
     console.result(str(target))
     return {"file": str(target), "schema": str(editors)}
 

@@ -31,10 +31,16 @@ def kubernetes_job(run: RunConfig, target: LaunchTarget, *, ranks: int, gpus: in
     """
     _check_storage(run, target)
     name = _name(run)
-    parts: list[dict[str, Any]] = [_config_map(run, name, ranks)]
+    parts = [_resource("v1", "ConfigMap", name, data={CONFIG_FILE: _config(run, name, ranks)})]
     if run.launch.nnodes > 1:
-        parts.append(_service(name))
-    parts.append(_job(run, name, target, gpus))
+        service = {
+            "clusterIP": "None",
+            # Pods have DNS names before they are ready: the others wait for the first one.
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+        }
+        parts.append(_resource("v1", "Service", name, spec=service))
+    parts.append(_resource("batch/v1", "Job", name, spec=_job(run, name, target, gpus)))
     return yaml.dump_all(
         parts, Dumper=_BlockTextDumper, sort_keys=False, allow_unicode=True, width=100
     )
@@ -58,8 +64,8 @@ def _name(run: RunConfig) -> str:
     return f"penstock-{plain}"[:50].rstrip("-") if plain else "penstock"
 
 
-def _config_map(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
-    """The config, with the launch settings of the pods."""
+def _config(run: RunConfig, name: str, ranks: int) -> str:
+    """The config as YAML, with the launch settings of the pods."""
     values = run.model_dump(mode="json", exclude_unset=True)
     launch = {**values.get("launch", {}), "nproc_per_node": ranks}
     launch.pop("node_rank", None)
@@ -67,27 +73,7 @@ def _config_map(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
         launch["rdzv_endpoint"] = f"{name}-0.{name}:{PORT}"
     else:
         launch.pop("rdzv_endpoint", None)
-    text = yaml12.dump({**values, "launch": launch})
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(name),
-        "data": {CONFIG_FILE: text},
-    }
-
-
-def _service(name: str) -> dict[str, Any]:
-    """Gives pods DNS names, also before they are ready: the others wait for the first one."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": name},
-        },
-    }
+    return yaml12.dump({**values, "launch": launch})
 
 
 def _job(run: RunConfig, name: str, target: LaunchTarget, gpus: int) -> dict[str, Any]:
@@ -104,30 +90,25 @@ def _job(run: RunConfig, name: str, target: LaunchTarget, gpus: int) -> dict[str
         # The name of the Service: each pod then has the DNS name <job>-<index>.<service>.
         pod["subdomain"] = name
     return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(name),
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            # Restarted pods resume from the newest checkpoint.
-            "backoffLimit": run.launch.max_restarts * nodes,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        # An eviction or preemption: it does not count towards backoffLimit.
-                        "action": "Ignore",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    },
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": NON_RETRYABLE_EXIT_CODES},
-                    },
-                ]
-            },
-            "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        # Restarted pods resume from the newest checkpoint.
+        "backoffLimit": run.launch.max_restarts * nodes,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    # An eviction or preemption: it does not count towards backoffLimit.
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"operator": "In", "values": NON_RETRYABLE_EXIT_CODES},
+                },
+            ]
         },
+        "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
     }
 
 
@@ -168,8 +149,9 @@ def _volumes(name: str, target: LaunchTarget) -> list[dict[str, Any]]:
     return volumes
 
 
-def _metadata(name: str) -> dict[str, Any]:
-    return {"name": name, "labels": _labels(name)}
+def _resource(api: str, kind: str, name: str, **content: Any) -> dict[str, Any]:
+    metadata = {"name": name, "labels": _labels(name)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def _labels(name: str) -> dict[str, str]:

@@ -58,10 +58,12 @@ def costs(
         prediction = replace(prediction, reference_seconds=None, unread_rows=None)
     sizes = sum(map(math.prod, model.shapes.values()))
     sizes += sum(params for params, _ in model.vision.parts) if model.vision else 0
-    sizing = check_sizing(run, facts, data, prediction.length, prediction.rows_per_step)
-    text = f"{_format_costs(prediction, sizes)}\n{sizing.text}"
+    sizing, sizing_values = check_sizing(
+        run, facts, data, prediction.length, prediction.rows_per_step
+    )
+    text = f"{_format_costs(prediction, sizes)}\n{sizing}"
     text += f"\n    layout  {layout}" if layout else ""
-    plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing.as_json()}
+    plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing_values}
     if options.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
@@ -134,9 +136,9 @@ def _format_memory(prediction: Prediction) -> str:
         f"{name} {format_bytes(value)}" for name, value in asdict(prediction.memory).items()
     )
     limit = prediction.machine.memory
-    of = "" if limit is None else f" of {format_bytes(limit)}"
+    capacity = "" if limit is None else f" of {format_bytes(limit)}"
     doubt = "; it does not fit" if prediction.fits is False else ""
-    return f"{format_bytes(prediction.memory.total)}{of} for a process{doubt} ({parts})"
+    return f"{format_bytes(prediction.memory.total)}{capacity} for a process{doubt} ({parts})"
 
 
 def _format_disk(prediction: Prediction) -> str:
