@@ -128,6 +128,7 @@ def _compose_and_check(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     if composed is None:
         return run, results
     typed, checks = _run_checks(composed)
+    # What is printed loads as the run that the user wrote, not as its composed model.
     return typed.model_copy(update={"model": run.model}), [*results, *checks]
 
 

@@ -217,6 +217,7 @@ def _run_python(*arguments: str, **variables: str) -> subprocess.CompletedProces
 
 
 def _failed(check: str, done: subprocess.CompletedProcess[str], fix: str) -> DoctorCheck:
+    # The last line of a traceback is its error.
     last = (done.stderr.strip().splitlines() or ["failed"])[-1]
     return DoctorCheck(check, "wrong", last[:100], fix)
 

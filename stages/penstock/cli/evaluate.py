@@ -94,6 +94,7 @@ def _evaluate_held_out(run: RunConfig, options: EvalOptions, console: Console) -
         ) from error
     planned = plan(run, ("export",))
     folder = _exported_folder(planned)
+    # Imports torch and transformers, which refused options need not wait for.
     from penstock.evaluate.exact_match import exact_match
 
     trained = planned.step("train")

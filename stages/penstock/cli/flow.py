@@ -49,6 +49,7 @@ def flow(
         # `execv` drops what Python still buffers.
         sys.stdout.flush()
         os.execv(sys.executable, command)
+    # stdout is for the JSON object, and a flow whose parent was killed would run on.
     done = subprocess.run(
         command, stdout=sys.stderr, preexec_fn=partial(end_with_parent, os.getpid()), check=False
     )
@@ -72,6 +73,7 @@ def deploy(
 
     _require_prefect()
     file = Path(PREFECT_FILE)
+    # Users edit schedules and parameters in it.
     if file.exists():
         console.say(f"{file} exists already and is used as it is")
     else:

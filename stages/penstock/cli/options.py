@@ -86,6 +86,7 @@ def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
     for field in fields(parameter.annotation):
         default = field.default if field.default is not MISSING else inspect.Parameter.empty
         if field.default_factory is not MISSING:
+            # dataclasses refuses a list as a default; typer has no other default for a list.
             default = field.default_factory()
         yield _option(field.name, field.type, default)
 

@@ -225,6 +225,7 @@ def local_entries(root: Path, depth: int) -> Iterator[Entry]:
 def remote_entries(url: str) -> Iterator[Entry]:
     """Every result below a URL, sorted by name, from one listing."""
     root = RemotePath.from_url(url)
+    # A listing has many files per request; asking for each one would be a request per file.
     sizes = {name: int(info["size"] or 0) for name, info in root.files().items()}
     marked = {posixpath.dirname(n) for n in sizes if posixpath.basename(n) in (MANIFEST, ATTEMPT)}
     for folder in sorted(marked):

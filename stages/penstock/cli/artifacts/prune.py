@@ -74,6 +74,7 @@ def prune(
     remaining = [entry for entry in entries if entry not in pruned]
     for cache in caches:
         root = cache.parent
+        # A dry run takes no lock, for which it would need to write.
         looking = nullcontext(partial(pinned_keys, root)) if dry_run else block_new_pins(root)
         with looking as marked:
             if marked():  # a run whose data is not complete yet may be about to read them
@@ -220,6 +221,7 @@ def _unused_features(
         for entry in remaining
         if isinstance(entry, LocalEntry) and entry.stage in ("encode", "pack")
         for file in (entry.path / MEDIA).glob("*.arrow")
+        # A hard link is counted by `prunable`; a copy, made across file systems, is not.
         if file.stat().st_nlink == 1
     }
     paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]

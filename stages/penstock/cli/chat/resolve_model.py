@@ -76,6 +76,7 @@ def load_target(
     from penstock.evaluate.chat_model import load_chat_model
 
     model, adapter = target.model, target.adapter
+    # Beside an adapter, it has the chat template that the adapter was trained with.
     tokenizer = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else model
     try:
         run = _build_config(model, adapter)

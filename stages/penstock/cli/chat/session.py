@@ -161,6 +161,7 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
             session.warn_without_template()
             return _run_session(session)
         finally:
+            # torch warns at exit of an NCCL group that was not destroyed.
             destroy_process_group()
 
 

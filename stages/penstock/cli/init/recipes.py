@@ -33,6 +33,7 @@ def recipes() -> dict[str, Traversable]:
     by_name = {
         f"{prefix}{file.name.removesuffix('.yaml')}": file
         for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", SERVER_PREFIX))
+        # Files of a package in a zip archive have no order of their own.
         for file in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if file.name.endswith(".yaml")
     }

@@ -115,6 +115,7 @@ def _job(run: RunConfig, name: str, target: LaunchTarget, gpus: int) -> dict[str
 def _container(run: RunConfig, target: LaunchTarget, gpus: int) -> dict[str, Any]:
     command = ["penstock", "run", f"{CONFIG_FOLDER}/{CONFIG_FILE}"]
     if run.launch.nnodes > 1:
+        # Expanded by the kubelet, from the index that an indexed job gives to each pod.
         command.append("--launch.node_rank=$(JOB_COMPLETION_INDEX)")
     mounts = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
@@ -126,6 +127,7 @@ def _container(run: RunConfig, target: LaunchTarget, gpus: int) -> dict[str, Any
         "command": command,
         "resources": {
             **({"requests": {"cpu": target.cpus}} if target.cpus else {}),
+            # For an extended resource such as a GPU, the limit is the request too.
             **({"limits": {"nvidia.com/gpu": gpus}} if gpus else {}),
         },
         "volumeMounts": mounts,

@@ -42,6 +42,7 @@ def slurm_script(
         "output": "%x-%j.log",
         # Requeued after a preemption, it resumes from its newest checkpoint.
         "requeue": "",
+        # A requeued job would otherwise truncate the log of the attempt before it.
         "open-mode": "append",
         "chdir": shlex.quote(str(Path.cwd())),
     }
@@ -60,6 +61,7 @@ def slurm_script(
     # Nodes end at different times: one still saves or exports when another has exited.
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:
+        # Since Slurm 22.05, srun does not inherit it from sbatch.
         step.append(f"--cpus-per-task={cpus}")
     arguments = request.arguments(*PER_NODE_FIELDS, "launch.nproc_per_node")
     command = shlex.join(["penstock", "run", *arguments, f"--launch.nproc_per_node={ranks}"])

@@ -54,6 +54,7 @@ def costs(
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
     prediction = predict(run, model, degrees, machine, data)
+    # Cached log-probs cost nothing.
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
         prediction = replace(prediction, reference_seconds=None, unread_rows=None)
     sizes = sum(map(math.prod, model.shapes.values()))

@@ -148,6 +148,7 @@ def print_dry_run(
         }
         for layout in done
     ]
+    # Not returned: the JSON object has them also if no layout fits, which raises below.
     console.more["dry_run"] = values
     if options.trace:
         write_chrome_trace(done[0].dry_run.ranks, options.trace)
