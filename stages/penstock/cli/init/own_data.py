@@ -46,7 +46,7 @@ MIN_HELD_OUT = 40
 FULL_LR = ((0.5e9, 5e-5), (2e9, 2e-5), (math.inf, 1e-5))
 """Peak learning rates of full fine-tuning, up to a number of parameters."""
 
-# The best rate of LoRA is about ten times that of all weights (Schulman, LoRA Without Regret, 2025);
+# The best rate of LoRA is about ten times that of all weights (LoRA Without Regret, Schulman 2025);
 # DPO used 1e-6 for all weights (Rafailov et al., arXiv 2305.18290, appendix B).
 LORA_LR, PREFERENCE_LORA_LR, PREFERENCE_FULL_LR = 2e-4, 2e-5, 1e-6
 
