@@ -51,7 +51,7 @@ def launch(
         from penstock.cli.launch.command import print_launch
 
         return print_launch(run_request(config), launcher, target, console)
-    if launcher or target != LaunchTarget(mount=target.mount):
+    if launcher or target != LaunchTarget():
         raise ConfigError(
             "penstock launch starts the run on this machine, where only the config says how.\n"
             "  Add --print to see what starts it elsewhere."
