@@ -63,9 +63,7 @@ def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
     vocabulary."""
     ranks.heartbeat.set_phase("loading the model")
     hf_config = read_hf_config(
-        job.config_path,
-        job.config.model.foundation,
-        runs_code=job.config.model.trust_remote_code,
+        job.config_path, job.config.model.foundation, runs_code=job.config.model.trust_remote_code
     )
     options = {"adapter": job.adapter, "images": job.images}
     built = assemble(job.config, hf_config, job.weights, ranks, notify, **options)

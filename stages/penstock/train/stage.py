@@ -20,14 +20,7 @@ from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.cache.data_facts import DATA, write_data_facts
-from penstock.core.cache.stage import (
-    Artifact,
-    Facts,
-    Input,
-    Source,
-    Stage,
-    stage_key,
-)
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, stage_key
 from penstock.core.errors import ArtifactError, PenstockError
 from penstock.core.files import regular_files
 from penstock.core.os_errors import describe_os_error

@@ -48,11 +48,7 @@ class TokenMetrics:
     data set if there are several."""
 
     def __init__(
-        self,
-        rows: PackedRows,
-        built: BuiltModel,
-        ranks: ProcessInfo,
-        metrics: Iterable[str] = (),
+        self, rows: PackedRows, built: BuiltModel, ranks: ProcessInfo, metrics: Iterable[str] = ()
     ) -> None:
         self._rows, self._built, self._ranks = rows, built, ranks
         self._metrics = [f"{PREFIX}{name}" for name in metrics]

@@ -1,9 +1,12 @@
 """The job file of a training run, which every rank reads."""
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PlainSerializer, TypeAdapter
 
 from penstock.config.loading import yaml12
 from penstock.config.schema.run import RunConfig
@@ -33,9 +36,28 @@ ENVIRONMENT = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
 """Folder in the last checkpoint, named as in xorl."""
 
-
 PROMPTS = "sample_prompts"
 """The setting with the prompts, whose text is passed on verbatim."""
+
+
+def remove_secrets(value: Any) -> Any:
+    """A config's values without signed URLs and passwords in URLs.
+
+    Ranks need none, because remote files are downloaded before they start. Prompts are not
+    redacted, because a URL in a prompt is part of its text.
+    """
+    if isinstance(value, dict):
+        return {
+            name: item if name == PROMPTS else remove_secrets(item) for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [remove_secrets(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _explicit_fields(config: RunConfig) -> dict[str, Any]:
+    # Only what was set, so that reports can tell it from defaults.
+    return remove_secrets(config.model_dump(mode="json", exclude_unset=True))
 
 
 @dataclass(frozen=True)
@@ -43,8 +65,8 @@ class Job:
     """Inputs, outputs, and the user's config."""
 
     key: str
-    config: RunConfig
-    packed_dir: Path
+    config: Annotated[RunConfig, PlainSerializer(_explicit_fields)]
+    packed_dir: Annotated[Path, Field(alias="packed")]
     packed_key: str
     """The key of the packed rows: a data cursor is only valid for the same rows."""
     epoch_rows: tuple[int, ...]
@@ -56,7 +78,7 @@ class Job:
     weights: Path | None
     """A local folder of safetensors; None initializes from the seed."""
     output_dir: Path
-    launch_id: str
+    launch_id: Annotated[str, Field(alias="launch")]
     """Unique id of this start of the ranks, so that late output of an earlier start is not mistaken
     for its own."""
     adapter: Path | None = None
@@ -66,9 +88,9 @@ class Job:
     tokenizer_revision: str | None = None
     chat_template: ChatTemplate | None = None
     """The chat template of sample prompts; None for the tokenizer's own."""
-    init_checkpoint: Path | None = None
+    init_checkpoint: Annotated[Path | None, Field(alias="initial")] = None
     """A local checkpoint whose weights are loaded at the start, without optimizer state."""
-    ref_logprobs: Path | None = None
+    ref_logprobs: Annotated[Path | None, Field(alias="scores")] = None
     """The folder of reference log-probs, existing or to be written."""
     row_length: int | None = None
     """Maximum tokens per packed row, if it was chosen automatically."""
@@ -99,63 +121,26 @@ class Job:
 
     def save(self, path: Path) -> None:
         """Write only the job, for the ranks."""
-        record: dict[str, Any] = {
-            "key": self.key,
-            # Only explicitly set fields, so that reports can tell them from defaults.
-            "config": remove_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
-            "packed": str(self.packed_dir),
-            "packed_key": self.packed_key,
-            "epoch_rows": list(self.epoch_rows),
-            "max_token_id": self.max_token_id,
-            "config_path": self.config_path,
-            "weights": str(self.weights) if self.weights else None,
-            "output_dir": str(self.output_dir),
-            "working_dir": str(Path.cwd()),
-            "launch": self.launch_id,
-            "adapter": str(self.adapter) if self.adapter else None,
-            "tokenizer": self.tokenizer,
-            "tokenizer_revision": self.tokenizer_revision,
-            "initial": str(self.init_checkpoint) if self.init_checkpoint else None,
-            "scores": str(self.ref_logprobs) if self.ref_logprobs else None,
-            "row_length": self.row_length,
-            "images": self.images,
-            "earlier_keys": list(self.earlier_keys),
-            "sources": [[str(path), digest] for path, digest in self.sources],
-            "chat_template": self.chat_template.model_dump() if self.chat_template else None,
-        }
-        write_record(path, record)
+        record = _job_fields().dump_python(self, mode="json", by_alias=True)
+        write_record(path, {**record, "working_dir": str(Path.cwd())})
 
     @classmethod
     def read(cls, path: Path) -> "Job":
         """Read the job in `path`."""
-        record = read_job(path)
-        config, row_length = RunConfig.model_validate(record["config"]), record.get("row_length")
-        template: dict[str, Any] | None = record.get("chat_template")
-        if row_length is not None:
-            data = config.data.with_row_length(row_length)
-            config = config.model_copy(update={"data": data})
-        return cls(
-            record["key"],
-            config,
-            Path(record["packed"]),
-            record["packed_key"],
-            tuple(record["epoch_rows"]),
-            record["max_token_id"],
-            record["config_path"],
-            Path(record["weights"]) if record["weights"] else None,
-            Path(record["output_dir"]),
-            record["launch"],
-            Path(record["adapter"]) if record["adapter"] else None,
-            record["tokenizer"],
-            record["tokenizer_revision"],
-            init_checkpoint=Path(record["initial"]) if record["initial"] else None,
-            ref_logprobs=Path(record["scores"]) if record["scores"] else None,
-            row_length=row_length,
-            images=record.get("images", False),
-            earlier_keys=tuple(record.get("earlier_keys", ())),
-            sources=tuple((Path(path), digest) for path, digest in record.get("sources", ())),
-            chat_template=ChatTemplate(**template) if template else None,
-        )
+        job = _job_fields().validate_python(read_job(path))
+        if job.row_length is None:
+            return job
+        return replace(job, config=_with_row_length(job.config, job.row_length))
+
+
+@cache
+def _job_fields() -> TypeAdapter[Job]:
+    # Built on first use: with the schema of the whole config, which takes 40 ms.
+    return TypeAdapter(Job)
+
+
+def _with_row_length(config: RunConfig, row_length: int) -> RunConfig:
+    return config.model_copy(update={"data": config.data.with_row_length(row_length)})
 
 
 def read_job(path: Path) -> Record:
@@ -190,21 +175,6 @@ def write_earlier_keys(output_dir: Path, key: str, shorter: str) -> None:
     write_record(output_dir / EARLIER_KEYS, {"key": key, "earlier": earlier})
 
 
-def remove_secrets(value: Any) -> Any:
-    """A config's values without signed URLs and passwords in URLs.
-
-    Ranks need none, because remote files are downloaded before they start. Prompts are not
-    redacted, because a URL in a prompt is part of its text.
-    """
-    if isinstance(value, dict):
-        return {
-            name: item if name == PROMPTS else remove_secrets(item) for name, item in value.items()
-        }
-    if isinstance(value, list):
-        return [remove_secrets(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
-
-
 def build_job(
     key: str,
     config: RunConfig,
@@ -232,7 +202,7 @@ def build_job(
         # Missing in artifacts packed by earlier versions, which used the default.
         row_length = facts.get("row_length", {}).get("train")
     if row_length is not None:
-        config = config.model_copy(update={"data": config.data.with_row_length(row_length)})
+        config = _with_row_length(config, row_length)
     return Job(
         key=key,
         config=config,

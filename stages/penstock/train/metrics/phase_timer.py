@@ -12,11 +12,7 @@ import torch
 
 from penstock.core.process.rank_heartbeat import RankStatus
 
-PHASE_NAMES = {
-    "reading rows": "data",
-    "waiting for other stages": "bubble",
-    "update": "optimizer",
-}
+PHASE_NAMES = {"reading rows": "data", "waiting for other stages": "bubble", "update": "optimizer"}
 """Names of phases in the metrics, where they differ."""
 
 BETWEEN = "between"

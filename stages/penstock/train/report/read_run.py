@@ -295,11 +295,7 @@ def _read_versions(output_dir: Path) -> Mapping[str, str]:
         return manifest["code"]
     if around.is_file():
         return read_json(around)["versions"]
-    return {
-        "penstock": __version__,
-        "python": platform.python_version(),
-        **provenance.versions(),
-    }
+    return {"penstock": __version__, "python": platform.python_version(), **provenance.versions()}
 
 
 def _has_setting(tree: Any, name: str) -> bool:

@@ -49,10 +49,7 @@ def collect_warnings(
             active.append(row)
     recovered.sort(key=lambda item: -item[0])
     return Warnings(
-        active=[
-            *(("run", item["text"]) for item in findings),
-            *reversed(active[-MAX_WARNINGS:]),
-        ],
+        active=[*(("run", item["text"]) for item in findings), *reversed(active[-MAX_WARNINGS:])],
         recovered=[row for _, row in recovered[:MAX_WARNINGS]],
     )
 
