@@ -15,12 +15,11 @@ from penstock.train.launch.job import METRICS
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import registry, supervisor, uploader
-from penstock.train.trackers.registry import SPECS, require_trackers, select_trackers
+from penstock.train.trackers.registry import TITLES, require_trackers, select_trackers
 from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
-from penstock.train.trackers.scalars import record_values
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
-from penstock.train.trackers.uploader import RunEnd, upload_run
+from penstock.train.trackers.uploader import RunEnd, record_values, upload_run
 from tests.packages import installed, write_package
 from tests.stages.train.told_runs import falling, job_in, record, tell
 
@@ -191,7 +190,7 @@ def nothing_installed(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", TITLES)
 def test_a_tracker_whose_package_is_missing_is_refused_before_any_work(tmp_path, name):
     with pytest.raises(CapabilityError, match=re.escape(f"pip install 'penstock[{name}]'")):
         require_trackers(job_in(tmp_path, train={f"use_{name}": True}).config.train)

@@ -65,11 +65,12 @@ class HangWatchdog:
         self._write_report(reason + (" (launch.timeout)" if self._limit else ""), running)
         if self._limit:
             for beat in running:
-                _kill(beat)
+                # A rank's handler of SIGTERM sets a flag, which a rank that hangs never reads.
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGKILL)
         return self.report
 
     def _record_progress(self, last: Sequence[RankStatus]) -> None:
-        """Record progress since the last poll."""
         pids = [beat.pid for beat in last]
         if pids != self._pids:
             # The ranks were (re)started, so earlier observations no longer apply.
@@ -78,11 +79,8 @@ class HangWatchdog:
         size = metrics.stat().st_size if metrics.is_file() else 0
         progress = size, [(beat.pid, beat.since) for beat in last]
         if progress != self._last_progress:
-            self._last_progress, self._progress_time, self._has_reported = (
-                progress,
-                time.monotonic(),
-                False,
-            )
+            self._last_progress, self._progress_time = progress, time.monotonic()
+            self._has_reported = False
 
     def _check_timeouts(self, last: Sequence[RankStatus]) -> str | None:
         """A rank timed out in a collective and is exiting; the ranks that it waited for
@@ -142,7 +140,8 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
     if stragglers:
         lines = [f"Stragglers: {len(stragglers)} of {len(running)} rank(s) of this node."]
         if waiting:
-            lines[0] = f"{lines[0][:-1]}; rank(s) {_format_ranks(waiting)} are waiting."
+            numbers = ", ".join(map(str, sorted(beat.rank for beat in waiting)))
+            lines[0] = f"{lines[0][:-1]}; rank(s) {numbers} are waiting."
         shown = stragglers
     else:
         lines = [
@@ -162,13 +161,3 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
             else ["  (no stack dump: the process is stopped, or blocked in the kernel)"]
         )
     return "\n    ".join(lines)
-
-
-def _format_ranks(beats: Sequence[RankStatus]) -> str:
-    return ", ".join(str(rank) for rank in sorted(beat.rank for beat in beats))
-
-
-def _kill(beat: RankStatus) -> None:
-    # A rank's handler of SIGTERM sets a flag, which a rank that hangs never reads.
-    with suppress(ProcessLookupError):
-        os.kill(beat.pid, signal.SIGKILL)

@@ -126,7 +126,6 @@ class Job:
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """Read the job in `path`."""
         job = _job_fields().validate_python(read_job(path))
         if job.row_length is None:
             return job
@@ -152,27 +151,33 @@ def read_outcome(output_dir: Path) -> Record | None:
     """Read the outcome of the ranks; None if they have not finished. Raises ArtifactError for a
     damaged file."""
     remedy = "Delete it and run the same command again; training resumes from its checkpoint."
-    try:
-        return read_record_fields(output_dir / OUTCOME, remedy)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return _read_if_present(output_dir / OUTCOME, remedy)
 
 
 def read_earlier_keys(output_dir: Path, key: str) -> tuple[str, ...]:
     """Read the keys of the shorter runs that the run with this key goes on from. Raises
     ArtifactError for a damaged file."""
     remedy = "Delete it; then only checkpoints of the run's own key are resumed from."
+    record = _read_if_present(output_dir / EARLIER_KEYS, remedy)
+    return tuple(record["earlier"]) if record and record["key"] == key else ()
+
+
+def _read_if_present(path: Path, remedy: str) -> Record | None:
     try:
-        record = read_record_fields(output_dir / EARLIER_KEYS, remedy)
+        return read_record_fields(path, remedy)
     except (FileNotFoundError, NotADirectoryError):
-        return ()
-    return tuple(record["earlier"]) if record["key"] == key else ()
+        return None
 
 
 def write_earlier_keys(output_dir: Path, key: str, shorter: str) -> None:
     """Record that the run with this key goes on from the one with the key `shorter`."""
     earlier = [shorter, *read_earlier_keys(output_dir, shorter)]
     write_record(output_dir / EARLIER_KEYS, {"key": key, "earlier": earlier})
+
+
+def resolve_source(path: str | None, source: Source | None) -> Path | None:
+    """The local folder of a source that the config names, if it does."""
+    return local_folder(path, source).resolve() if path and source else None
 
 
 def build_job(
@@ -189,12 +194,6 @@ def build_job(
     if model_source.config.pin["kind"] != "builtin":
         files = (*MODEL_FILES, "*.py") if model_source.runs_code else MODEL_FILES
         config_path = str(local_folder(config_path, model_source.config, files).resolve())
-    weights = None
-    if model_source.model_path and model_source.weights:
-        weights = local_folder(model_source.model_path, model_source.weights).resolve()
-    adapter = None
-    if model_source.adapter_path and model_source.adapter:
-        adapter = local_folder(model_source.adapter_path, model_source.adapter).resolve()
     sources = (model_source.config, model_source.weights, model_source.adapter, *checkpoints)
     facts = packed.facts
     row_length = None
@@ -211,8 +210,8 @@ def build_job(
         epoch_rows=tuple(facts.get("epoch_rows", {}).get("train", ())),
         max_token_id=facts["max_token_id"]["train"],
         config_path=config_path,
-        weights=weights,
-        adapter=adapter,
+        weights=resolve_source(model_source.model_path, model_source.weights),
+        adapter=resolve_source(model_source.adapter_path, model_source.adapter),
         output_dir=output_dir,
         launch_id=uuid.uuid4().hex,
         tokenizer=resolve_folder(model_source.tokenizer_path, model_source.tokenizer),

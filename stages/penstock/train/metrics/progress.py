@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -17,21 +17,11 @@ RECENT = 50
 """Number of recent steps for the ETA."""
 
 
-class Progress(Protocol):
-    """A progress display of metric records."""
-
-    def show(self, record: Mapping[str, Any]) -> None:
-        """Show a step or evaluation record."""
-
-    def say(self, line: str) -> None:
-        """Print a message."""
-
-    def close(self) -> None:
-        """Close the display."""
-
-
-def build_progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
-    """The display of `train.log_format`; shows every `every`-th step and the last one."""
+def build_progress(
+    style: Style, total: int, done: int, every: int = 1
+) -> "_ProgressBar | _LogLines":
+    """The display of `train.log_format`: `show` displays a record, of every `every`-th step and the
+    last one, and `say` a message."""
     if style == "progress_bar":
         return _ProgressBar(total, done, every)
     return _LogLines(total, done, every, json.dumps if style == "json" else _format_fields)

@@ -170,9 +170,9 @@ def build_bar_chart(
     )
 
 
-def sample_indices(count: int, limit: int = MAX_POINTS) -> list[int]:
-    """At most `limit` evenly spaced indices below `count`, including the last one."""
-    stretches = min(count, limit)
+def sample_indices(count: int) -> list[int]:
+    """At most MAX_POINTS evenly spaced indices below `count`, including the last one."""
+    stretches = min(count, MAX_POINTS)
     return [(i + 1) * count // stretches - 1 for i in range(stretches)]
 
 

@@ -45,7 +45,6 @@ class TrackerProcess:
         return self._failure_reason(status)
 
     def signal_end(self, ending: Ending) -> None:
-        """Signal the end of the run: `finished` or `stopped`."""
         stdin = self._process.stdin
         if stdin:
             with suppress(OSError):
