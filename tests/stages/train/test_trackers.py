@@ -249,6 +249,21 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
     assert "in time" in said[1]
 
 
+def test_a_tracker_that_is_killed_before_it_says_a_word_is_told_by_its_status(tmp_path):
+    said: list[str] = []
+    alone = TrackerSupervisor(said.append)
+    kill = "import os; os.kill(os.getpid(), 9)"
+    alone.start("it", [*TIMEIT, kill], tmp_path / "log")
+    deadline = time.monotonic() + 30
+    while not said:
+        assert time.monotonic() < deadline
+        alone.poll()
+        time.sleep(0.05)
+    assert said[0].startswith("it stopped: its process ended with status -9")
+    alone.close("stopped")
+    assert len(said) == 1
+
+
 def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):
     said: list[str] = []
     hung = (

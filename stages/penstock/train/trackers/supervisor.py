@@ -71,7 +71,9 @@ class TrackerProcess:
             lines = self.log.read_text(errors="replace").strip().splitlines()
             if any(line.startswith("Timeout (") for line in lines):
                 return "a call to it timed out"
-            return lines[-1].strip()
+            # Empty if the process was killed, as by the kernel for memory.
+            if lines:
+                return lines[-1].strip()
         return f"its process ended with status {status}"
 
 
