@@ -31,11 +31,11 @@ def claim(
         return
     if held is None:
         return
-    key = stage_key(step.stage)
-    if held["key"] == key and not fresh:
-        return
     if fresh:
         backup_rename(step.path)
+        return
+    key = stage_key(step.stage)
+    if held["key"] == key:
         return
     sealed = (step.path / MANIFEST).is_file()
     if isinstance(step.stage, Train) and step.stage.checkpoint and not sealed:

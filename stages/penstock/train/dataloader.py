@@ -89,9 +89,9 @@ class Loader:
                     _Steps(type(rows), rows.folder, reading),
                     sampler=steps,
                     # An index that the sampler gives is a whole step, which DataLoader must not
-                    # batch again.
+                    # batch again. Without a batch it converts arrays and collections, and leaves
+                    # objects of classes as they are.
                     batch_size=None,
-                    collate_fn=_as_it_is,
                     num_workers=reading.num_workers,
                     prefetch_factor=reading.steps_ahead,
                     pin_memory=reading.pin_memory,
@@ -160,10 +160,6 @@ def _collate(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> Collate
         pad_to_multiple_of=reading.pad_to_multiple_of,
         pad_to=reading.pad_to,
     )
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _begin(_worker: int) -> None:

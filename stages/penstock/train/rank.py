@@ -130,6 +130,7 @@ def run_rank(
     log_file.parent.mkdir(parents=True, exist_ok=True)
     _log_to(logging.FileHandler(log_file), "%(asctime)s %(levelname)s %(message)s")
     log.setLevel(logging.INFO)
+    # Libraries give the root logger handlers, which would print each line once more.
     log.propagate = False
     with ExitStack() as held:
         log_ranks = job.config.train.log_ranks

@@ -75,7 +75,7 @@ class Trainer:
         self.references = build_ref_model(job, built, ranks, self.rows, self.batches)
         self.held_out = build_evaluator(job, built, ranks, self.reading, self.batches.rows_per_step)
         self.sampler = build_sample_generator(job, built, ranks)
-        self.judge = EarlyStopping.from_config(self.train)
+        self.judge = EarlyStopping(self.train.save_best, self.train.early_stopping)
         self.judge.require_metrics(self.held_out.names if self.held_out else ())
         self.profile = StepProfiler(self.train, ranks, job.key[:8])
         self.measures = StepMetrics(built, self.rows, self.train, ranks, self._warn)

@@ -80,6 +80,7 @@ class TokenMetrics:
         counts: list[list[float]] = self._ranks.all_reduce_sum(self._counts).tolist()
         sums = [sum(column) for column in zip(*counts, strict=True)]
         loss, weight, tokens, right, *of_metrics = sums
+        # Held-out rows may have no trained token.
         mean = loss / (weight or 1)
         record = {LOSS: mean, PERPLEXITY: perplexity(mean), TOKEN_ACCURACY: right / max(1, tokens)}
         record |= {n: of / (weight or 1) for n, of in zip(self._metrics, of_metrics, strict=True)}

@@ -17,8 +17,8 @@ WINDOW_STEPS = 100
 MIN_STEPS = 20
 """Minimum number of steps before detection starts."""
 STD_PER_MAD = 1.4826
-"""Ratio of the standard deviation of a normal distribution to its median absolute deviation
-(MAD)."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation (MAD):
+1 / Phi^-1(3/4)."""
 MIN_RELATIVE_STD = 0.02
 """Lower bound of the standard deviation as a fraction of the median, so that small changes of a
 flat loss are not spikes."""

@@ -13,7 +13,7 @@ from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 MAX_PARAMS_PER_REQUEST = 100
-"""Maximum parameters per request."""
+"""Maximum parameters per request that a server accepts (REST API, log-batch)."""
 MAX_PARAM_LENGTH = 6000
 """Maximum characters of a parameter."""
 

@@ -47,6 +47,7 @@ class TrackerProcess:
     def signal_end(self, ending: Ending) -> None:
         stdin = self._process.stdin
         if stdin:
+            # A process that has ended has closed its end of the pipe.
             with suppress(OSError):
                 stdin.write(ending.encode())
             with suppress(OSError):
