@@ -131,9 +131,9 @@ class Checkpointer:
         started."""
         if self.is_needless(state.step):
             return True
-        for act in (self._checkpoints.finish, lambda: self._write(state, more)):
+        for action in (self._checkpoints.finish, lambda: self._write(state, more)):
             try:
-                act()
+                action()
             except StageError as error:
                 self._warn(str(error))
         return self.is_needless(state.step)
@@ -149,7 +149,7 @@ class Checkpointer:
             return False
         return True
 
-    def place_of(self, step: int) -> str:
+    def path_of(self, step: int) -> str:
         """The path of the saved checkpoint of `step` in the output folder."""
         folder = self._checkpoints.folder_of(step)
         assert folder is not None, f"there is no checkpoint of step {step}"
@@ -181,8 +181,8 @@ class Checkpointer:
         load_checkpoint_path names, or to all if it is "auto"; otherwise the run's own checkpoints
         are always read in full."""
         train = self._job.config.train
-        is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
-        return "passed over" if is_meant and not train.load_optimizer else "read"
+        is_named = folder.parent != self.root or train.load_checkpoint_path == "auto"
+        return "passed over" if is_named and not train.load_optimizer else "read"
 
     def _write(self, trainer_state: TrainerState, more: Mapping[str, Any]) -> None:
         self._ranks.heartbeat.set_phase("saving", step=trainer_state.step)

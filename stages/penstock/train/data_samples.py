@@ -144,10 +144,10 @@ def _spans(ids: Tokens, mask: Mask, decoder: Decoder) -> Iterator[tuple[str, str
     for start, end in _windows(mask):
         if start > shown:
             yield "left out", f"{start - shown:,}"
-        looks = mask[start:end]
-        ends = [*(np.flatnonzero(looks[1:] != looks[:-1]) + 1).tolist(), len(looks)]
+        span_mask = mask[start:end]
+        ends = [*(np.flatnonzero(span_mask[1:] != span_mask[:-1]) + 1).tolist(), len(span_mask)]
         for stop, text in zip(ends, decoder.pieces(ids[start:end].tolist(), ends), strict=True):
-            yield "trained" if looks[stop - 1] else "untrained", text
+            yield "trained" if span_mask[stop - 1] else "untrained", text
         shown = end
     if shown < len(ids):
         yield "left out", f"{len(ids) - shown:,}"

@@ -146,15 +146,15 @@ class Train(Stage):
 
     def _config_here(self) -> RunConfig:
         """The config for the ranks, with a remote checkpoint replaced by its local copy."""
-        typed, run = self.run_config.train.load_checkpoint_path, self.run_config
-        if not self.checkpoint or not typed or not is_url(typed):
+        path, run = self.run_config.train.load_checkpoint_path, self.run_config
+        if not self.checkpoint or not path or not is_url(path):
             return run
-        local_path = {"load_checkpoint_path": str(local_folder(typed, self.checkpoint))}
+        local_path = {"load_checkpoint_path": str(local_folder(path, self.checkpoint))}
         return run.model_copy(update={"train": run.train.model_copy(update=local_path)})
 
     def _where(self, out: Path) -> str:
-        typed = self.run_config.train.output_dir
-        return redact(typed) if is_url(typed) else str(out)
+        output_dir = self.run_config.train.output_dir
+        return redact(output_dir) if is_url(output_dir) else str(out)
 
     def _write_hf_weights(self, checkpoint: Path) -> None:
         """Save the model with the last checkpoint in Hugging Face or PEFT format

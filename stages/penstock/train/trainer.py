@@ -102,8 +102,8 @@ class Trainer:
             self.train.keeps_in == "bfloat16" and not self.train.compensates_rounding
         )
         self._warmup_steps = self.train.warmup_steps(self.total_steps)
-        self._told_early: list[str] = []
-        """Warnings from before the recorder was opened."""
+        self._early_warnings: list[str] = []
+        """From before the recorder was opened."""
         self._samples: MetricsLog | None = None
 
     @property
@@ -386,7 +386,7 @@ class Trainer:
             self._recorder.log_message(f"warning: {finding.text}")
         if self.sampler:
             self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
-        for text in self._told_early:
+        for text in self._early_warnings:
             self._recorder.warn(self.at.step, text)
 
     def _findings(self) -> list[Finding]:
@@ -413,7 +413,7 @@ class Trainer:
         if self._recorder:
             self._recorder.warn(self.at.step, text, **details)
         elif self.ranks.is_main_process:
-            self._told_early.append(text)
+            self._early_warnings.append(text)
 
     def _collect_garbage(self) -> None:
         step, train = self.at.step, self.train
@@ -439,8 +439,8 @@ class Trainer:
         if warnings := self._findings():
             facts["warnings"] = [finding.as_json() for finding in warnings]
         if not self.train.eval_only:
-            last = self.saves.place_of(state.step)
-            facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
+            last = self.saves.path_of(state.step)
+            facts["checkpoint"] = self.saves.path_of(best["step"]) if best else last
             if best:
                 facts |= {"best_step": best["step"], "last_checkpoint": last}
         if self.built.quantized:

@@ -79,11 +79,18 @@ class TokenMetrics:
     def compute(self) -> dict[str, float]:
         counts: list[list[float]] = self._ranks.all_reduce_sum(self._counts).tolist()
         sums = [sum(column) for column in zip(*counts, strict=True)]
-        loss, weight, tokens, right, *of_metrics = sums
+        loss, weight, tokens, correct, *metric_sums = sums
         # Held-out rows may have no trained token.
         mean = loss / (weight or 1)
-        record = {LOSS: mean, PERPLEXITY: perplexity(mean), TOKEN_ACCURACY: right / max(1, tokens)}
-        record |= {n: of / (weight or 1) for n, of in zip(self._metrics, of_metrics, strict=True)}
+        record = {
+            LOSS: mean,
+            PERPLEXITY: perplexity(mean),
+            TOKEN_ACCURACY: correct / max(1, tokens),
+        }
+        record |= {
+            name: total / (weight or 1)
+            for name, total in zip(self._metrics, metric_sums, strict=True)
+        }
         if self._sources:
             by_source = zip(self._sources.labels, counts, strict=True)
             record |= {f"{LOSS}/{label}": sums[0] / sums[1] for label, sums in by_source if sums[1]}

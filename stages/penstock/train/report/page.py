@@ -74,9 +74,9 @@ def _explain_missing_fields(*folders: Path) -> Generator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        named = ", ".join(str(folder) for folder in folders)
+        names = ", ".join(map(str, folders))
         raise DamagedFileError(
-            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {DATA_SAMPLES}, "
+            f"no report of {names}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {DATA_SAMPLES}, "
             f"{EVAL_RESULTS} or {ENVIRONMENT} lacks a field that a run writes "
             f"({type(error).__name__}: {error}).\n"
             "  Restore the file from a copy; --debug shows the field that was read."

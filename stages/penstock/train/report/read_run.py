@@ -258,26 +258,26 @@ def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
 
 def environment(run: RunRecord) -> Figures:
     """The hardware and software of the run."""
-    around, figures = run.environment, Figures()
-    if around:
+    facts, figures = run.environment, Figures()
+    if facts:
         figures += [
-            ("device", f"{around['device']}, {around['ranks']} rank(s)"),
-            ("layout", layout_text(around["layout"])),
-            ("host", around["host"]),
-            ("system", around["system"]),
+            ("device", f"{facts['device']}, {facts['ranks']} rank(s)"),
+            ("layout", layout_text(facts["layout"])),
+            ("host", facts["host"]),
+            ("system", facts["system"]),
         ]
-        if around["quantised"]:
-            figures.append(("quantized to", ", ".join(around["quantised"])))
+        if facts["quantised"]:
+            figures.append(("quantized to", ", ".join(facts["quantised"])))
     return [*figures, *run.versions.items()]
 
 
 def _held_out_figures(run: RunRecord) -> Figures:
     figures = Figures()
     if run.evaluations:
-        held = run.evaluations[-1]
-        figures.append(("evaluation loss", number(held["eval_loss"])))
-        if "eval_token_accuracy" in held:
-            figures.append(("evaluation token accuracy", share(held["eval_token_accuracy"])))
+        evaluation = run.evaluations[-1]
+        figures.append(("evaluation loss", number(evaluation["eval_loss"])))
+        if "eval_token_accuracy" in evaluation:
+            figures.append(("evaluation token accuracy", share(evaluation["eval_token_accuracy"])))
     if held_out := run.eval_results["held_out"]:
         figures.append(("exact match", share(held_out["accuracy"])))
     return figures

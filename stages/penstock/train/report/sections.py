@@ -93,9 +93,9 @@ def _lengths(
             edges, counts = histogram["edges"], histogram["counts"]
             shorts = [f"{edge:,}" for edge in edges]
             bars = list(zip(shorts, bar_names(edges), counts, strict=False))
-            yield build_bar_chart(title, bars, amount, note=_percentiles(histogram["percentiles"]))
+            yield build_bar_chart(title, bars, note=_percentiles(histogram["percentiles"]))
         elif coarse[split]:
-            yield build_bar_chart(title, _power_of_two_bars(coarse[split]), amount)
+            yield build_bar_chart(title, _power_of_two_bars(coarse[split]))
 
 
 def _percentiles(percentiles: Mapping[str, int]) -> str:
@@ -255,8 +255,8 @@ def _link(run: RunRecord, data: Mapping[str, Any], stage: str, name: str, unit: 
 
 def _pinned_source(name: str, pin: Mapping[str, Any]) -> str:
     """The name and pinned content of a source, in brief."""
-    called = next((str(pin[n]) for n in ("repo", "label", "name") if pin.get(n)), name)
-    mark = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
+    title = next((str(pin[n]) for n in ("repo", "label", "name") if pin.get(n)), name)
+    version = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
     files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""
-    details = ", ".join(part for part in (mark, files) if part)
-    return redact_text(f"{called} ({details})" if details else called)
+    details = ", ".join(part for part in (version, files) if part)
+    return redact_text(f"{title} ({details})" if details else title)
