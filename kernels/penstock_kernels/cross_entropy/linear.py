@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.function import once_differentiable
 
 from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.gradients import largest, scale_
@@ -196,6 +197,7 @@ class _Summed(torch.autograd.Function):
         return total * scale
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = ctx.saved_tensors
         # Some pipeline schedules run one backward pass for each operand. All but the last pass
@@ -232,6 +234,7 @@ class _Each(torch.autograd.Function):
         return found_S
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, (own_S, whole_S, *sides) = ctx.work, ctx.saved_tensors
         rounds = sides[0].dtype != precise(sides[0])
@@ -275,6 +278,7 @@ class _OfLogits(torch.autograd.Function):
         return losses(merged, ctx.entries, terms)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_CV, labels_C, own_C, whole_C = ctx.saved_tensors
         rises = slopes(own_C, whole_C, ctx.entries, ctx.terms, grads[0])

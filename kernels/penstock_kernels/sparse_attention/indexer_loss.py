@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.sparse_attention import chunked
@@ -143,6 +144,7 @@ class _IndexerLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = (grad * dloss.to(grad.dtype) for grad in ctx.saved_tensors)
         return (*scaled, *[None] * 8)

@@ -494,9 +494,9 @@ def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) ->
             checked.add(kind)
             _require_media_processor(run, stage, kind)
             if packs and run.data.sample_packing_method == "wrapped":
-                from penstock.pack.plan_rows import wrapped_images
+                from penstock.pack.plan_rows import wrapped_error
 
-                raise wrapped_images()
+                raise wrapped_error("samples with images")
             if trains:
                 _require_trained(run, kind)
         except (ConfigError, CapabilityError) as error:

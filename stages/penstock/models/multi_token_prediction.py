@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.block import Block
@@ -75,6 +76,7 @@ class EmbeddingApart(torch.autograd.Function):
         return ctx.embedded_TD.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[None, None]:
         # Hidden states get no gradient from here.
         if ctx.embedded_TD.requires_grad:

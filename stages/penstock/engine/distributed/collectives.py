@@ -15,6 +15,7 @@ from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 # Torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,6 +37,7 @@ class _Collective(torch.autograd.Function):
         return run(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.run_on_grad(grads[0]), None, None
 

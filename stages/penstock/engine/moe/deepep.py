@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.deepep_requirements import NO_DROPOUT
@@ -181,6 +182,7 @@ class _DispatchTokens(torch.autograd.Function):
         return x_SD, choice_SK, weights_SK
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         dx_SD, _, dweights_SK = grads
         layout: _DispatchLayout = ctx.layout
@@ -199,6 +201,7 @@ class _Combine(torch.autograd.Function):
         return layout.buffer.combine(outputs_SD.contiguous(), layout.handle)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _dispatch_again(grads[0], ctx.layout)[0], None
 
@@ -215,6 +218,7 @@ class _CombineAsync(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         del grads
         pending: _PendingCombine = ctx.pending
@@ -238,6 +242,7 @@ class _WaitCombine(torch.autograd.Function):
         return y_TD.view_as(y_TD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         pending: _PendingCombine = ctx.pending
         options = {"async_finish": True}

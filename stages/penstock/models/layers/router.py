@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from penstock.models.decoder_config import ExpertsConfig, Scoring
 from penstock.models.layers.call_hook import no_op
@@ -214,6 +215,7 @@ class _AddAuxLossCompiled(torch.autograd.Function):
         return weights_TK
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dweights_TK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pull_TE, pull_T = ctx.saved_tensors
         return dweights_TK, pull_TE, pull_T, None, None
