@@ -32,7 +32,6 @@ from penstock.core.sources.pin_remote import resolve_folder
 from penstock.estimate.machine import (
     check_adapted_layers,
     check_machine,
-    check_media,
     check_model,
     check_weights,
     needs_login,
@@ -43,6 +42,7 @@ from penstock.estimate.machine import (
     with_prompts_apart,
     world_size,
 )
+from penstock.estimate.media import check_media
 from penstock.pipeline.composing import with_composed_model
 from penstock.pipeline.origins import resolve_init_checkpoint, with_adapter
 from penstock.pipeline.outputs import find_unwritable, output_folders
