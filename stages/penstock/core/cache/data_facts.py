@@ -39,6 +39,7 @@ def write_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> 
     lineage: dict[str, Any] = {}
     for name, manifest in built.items():
         created = manifest["created"]
+        # Both are ISO 8601 in UTC with whole seconds: such texts sort as their times do.
         reused = created < PROCESS_START
         lineage[name] = {"created": created, "seconds": manifest["seconds"], "reused": reused}
     write_json(out / LINEAGE, lineage)

@@ -109,6 +109,8 @@ def cache_written(path: Path, written: WrittenDigest) -> None:
     """Cache the digest of a file that was renamed to `path` after it was digested."""
     stat = _Stat.of(path)
     is_as_written = stat.is_own and stat.mtime_ns == written.mtime_ns
+    # Where times are whole seconds, a second write within one leaves the same time as
+    # `digest_written` set.
     if is_as_written and stat.granularity_ns == MIN_AGE_NS:
         with suppress(sqlite3.Error), closing(_open_database()) as database:
             _store_rows(database, [_Row.of(stat, written.sha256)])

@@ -250,6 +250,7 @@ def _folder(
     if data_files:
         named = [file for name in data_files for file in _data_file(path, folder, name)]
         return LocalFiles(label, folder, tuple(named))
+    # For its error: rglob takes a folder that may not be listed for an empty one.
     list_names(folder)
     below = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     names = select_data_files(path, below, split=split, ds_type=ds_type)

@@ -401,6 +401,7 @@ def _require_folder(path: str) -> Path:
     target = Path(path).expanduser()
     if not target.is_dir():
         raise ConfigError(f"{path} is a file, not a folder.\n  Give its folder.")
+    # For its error: glob takes a folder that may not be listed for an empty one.
     local_files.list_names(target)
     return target
 

@@ -97,6 +97,7 @@ def _label(path: RemotePath) -> str:
 def _glob(path: RemotePath) -> RemoteFiles:
     """Files that match the glob, named relative to the last folder without a wildcard."""
     try:
+        # fsspec keeps listings for the whole process, also of folders that have got files since.
         path.system.invalidate_cache()
         entries: Any = retry_until_connected(
             lambda: path.system.glob(path.path, detail=True), tries=PLANNING_TRIES
