@@ -154,6 +154,7 @@ def _build_slice(
             "tokenizer": tokenizer.key,
             "settings": dataset_settings.model_dump(mode="json", exclude=RECORD_SELECTION),
             "columns": columns,
+            # Samples have it in their column `source`.
             "label": label,
             "holds": held,
             "records": [first, step],

@@ -91,6 +91,7 @@ def excerpt(name: str, value: Any) -> str:
         keys = " ".join(LONG_WORD.sub("…", str(key)) for key in value)
         text = f"an object with {keys}"
     elif isinstance(value, str):
+        # Of a long text only the beginning is searched, as only that is shown.
         text = LONG_WORD.sub(lambda match: match[0][:4] + "…", value[: 10 * EXCERPT])
         text = repr(" ".join(text.encode(errors="backslashreplace").decode().split()))
     else:

@@ -160,6 +160,7 @@ class SliceImages:
         added = [0, *accumulate(lengths)]
 
         def moved(offset: int) -> int:
+            # side="right": a span that ends with a token also ends with the text in its place.
             return offset + added[int(np.searchsorted(ends, offset, side="right"))]
 
         parts, start = list[str](), 0

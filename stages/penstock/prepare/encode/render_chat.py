@@ -78,6 +78,7 @@ class Renderer:
         self._its = settings
         self._images = images
         variables = settings.chat_template.variables if settings.chat_template else {}
+        # apply_chat_template passes the special tokens, too: templates write bos_token themselves.
         self._names: dict[str, Any] = {**tokenizer.special_tokens_map, **variables}
         self._arguments = self._names
         """Variables of the template for the conversation that is rendered."""
@@ -148,6 +149,7 @@ class Renderer:
         self._arguments = {**self._names, **conversation.template_kwargs}
         own: Any = conversation.tools
         template = self._template(self._chat_template(own))
+        # Messages of a role and a content alone have neither calls nor reasoning.
         if any(len(message) > 2 for message in conversation.messages) or own:
             _require_tool_support(template.text, conversation)
             conversation = _rename_reasoning(template.text, conversation)
@@ -370,6 +372,8 @@ def _rename_reasoning(template: str, conversation: Conversation) -> Conversation
             if not set(has) & set(read):
                 fields = {name: value for name, value in message.items() if name not in has}
                 message = {**fields, read[0]: reasoning}
+            # As _alias_reasoning_fields of transformers 5.23, which CompiledTemplate does not go
+            # through.
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         messages.append(message)
     return replace(conversation, messages=messages)

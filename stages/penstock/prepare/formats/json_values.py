@@ -46,6 +46,8 @@ def parse_json_text(location: str, value: Any) -> Any:
         if value[error.pos : error.pos + 1] == "'":
             why += "; single quotes are Python's, write it with json.dumps"
         raise BadRecord("bad_value", why) from None
+    # A JSONDecodeError is a ValueError, too; a plain one is of int(), which takes 4,300 digits at
+    # most.
     except (ValueError, RecursionError):
         why = f"{location} is not JSON: a number is too long or it is nested too deep"
         raise BadRecord("bad_value", why) from None

@@ -56,6 +56,7 @@ def _parse_template_kwargs(value: Any) -> dict[str, Any]:
 
 def _parse_with_package(settings: DatasetSettings, package: str, value: Record) -> Parsed:
     assert settings.part
+    # As text: the key of a cache must have a hash, which a dict has not.
     format = _dataset_format(settings.type, json.dumps(settings.part["options"]))
     try:
         parsed = format.parse(value)

@@ -122,6 +122,7 @@ def _member(info: tarfile.TarInfo, content: bytes = b"", position: int = 0) -> M
 
 def _is_content_read(info: tarfile.TarInfo) -> bool:
     member = _member(info)
+    # tarfile would go back to the target of a link, which a stream cannot.
     if member is None or member.is_link:
         return False
     return member.is_read and info.size <= member.max_size
@@ -172,6 +173,7 @@ def _why_unusable(members: Sequence[Member]) -> str | None:
 
 
 def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]) -> dict[str, Any]:
+    # Members have their folder in their name, and the JSON may name them without.
     by_name = files | {basename(name): content for name, content in files.items()}
     placed = 0
 

@@ -98,6 +98,7 @@ def _open_decompressed(raw: BinaryIO, compression: str) -> Any:
         return _StreamsRawIO(raw, bz2.BZ2Decompressor)
     if compression == "xz":
         return _StreamsRawIO(raw, lzma.LZMADecompressor)
+    # zstd: the standard library has it from Python 3.14 on.
     return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
 
 

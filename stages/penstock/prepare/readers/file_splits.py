@@ -202,9 +202,11 @@ def _split_file(file: SourceFile, ds_type: str | None) -> list[FileSplit]:
 
     def cuts() -> list[SplitSpec]:
         pieces = list(_SPLITTERS[kind](file))
+        # Before they are cached: under the digest of this content, cuts of another would stay.
         require_unchanged([file, file.data_file])
         return pieces
 
+    # Its reader is replaced by that of each cut.
     whole_file = FileSplit("csv", file.name, content, file)
     return [_build_split(whole_file, cut) for cut in cached_value(cache_key, cuts)]
 
@@ -251,10 +253,12 @@ def _split_lines(reader: Reader, file: SourceFile) -> Iterator[SplitSpec]:
 def _split_local_lines(reader: Reader, path: Path, size: int) -> Iterator[SplitSpec]:
     with path.open("rb") as stream:
         bounds = [*(line_start(stream, index) for index in range(0, size, SLICE_BYTES)), size]
+    # A line that is longer than a slice gives empty spans.
     spans = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
     with ThreadPoolExecutor(min(THREADS, len(spans))) as pool:
         read = list(pool.map(lambda span: _digest_and_count_lines(path, *span), spans))
     lines_before = accumulate((lines for _, lines in read), initial=0)
+    # strict=False: the sums have one more, the total.
     for span, (digest, _), before in zip(spans, read, lines_before, strict=False):
         yield _spec(reader, span, before, span[1] - span[0], lines_sha256=digest)
 
@@ -333,6 +337,7 @@ def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
     start, rows, num_bytes, before = 0, 0, 0, 0
     for index, group in enumerate(groups, start=1):
         rows += group.num_rows
+        # Of the columns before compression: how well they compress says nothing about the work.
         num_bytes += group.total_byte_size
         if num_bytes >= SLICE_BYTES or index == len(groups):
             yield _spec("parquet", (start, index), before, num_bytes)

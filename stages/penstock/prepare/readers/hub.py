@@ -142,6 +142,7 @@ def _load(
     with _Fetching({"repo": repo, "commit": commit}):
         try:
             return load_dataset(repo, name, split=split or "train", streaming=streaming, **part)
+        # What datasets raises for a split that is not there.
         except ValueError:
             splits = [] if split else get_dataset_split_names(repo, name, **part)
             if len(splits) != 1 or splits == ["train"]:

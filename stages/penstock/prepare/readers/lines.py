@@ -113,6 +113,7 @@ def _iter_line_batches(
             return
         if not block.endswith(b"\n"):
             block += stream.readline(file.max_record_bytes + 1)
+        # Not splitlines, which also ends a line at a carriage return.
         lines = io.BytesIO(block).readlines()
         if len(block) > file.max_record_bytes and (
             large := next((line for line in lines if len(line) > file.max_record_bytes), None)

@@ -137,6 +137,7 @@ def _read_index_file(path: Path, stamp: tuple[int, int]) -> MegatronIndex:
 
 
 def _map_file(path: Path) -> Bytes:
+    # np.memmap refuses an empty file.
     empty = not path.stat().st_size
     return np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="r")
 

@@ -46,6 +46,8 @@ def open_parquet(
 ) -> pq.ParquetFile:
     """Open a file whose pages are read one at a time. Raises ArrowInvalid if its row groups do not
     have all its rows."""
+    # pre_buffer would read all column chunks of a row group ahead; a buffer reads them piece by
+    # piece.
     file = pq.ParquetFile(
         stream,
         metadata=metadata,

@@ -36,8 +36,10 @@ def iter_members(
     """
     number = 1
     try:
+        # "r|" never seeks: decompressed streams cannot.
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_CheckedInfo) as archive:
             while info := archive.next():
+                # GNU tar's binary form of large sizes can be negative.
                 if info.size < 0:
                     raise tarfile.ReadError(f"a size of {info.size} bytes")
                 source = archive.extractfile(info) if is_read(info) else None

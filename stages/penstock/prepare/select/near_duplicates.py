@@ -117,6 +117,7 @@ def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
     for band in bands:
         order = np.argsort(band, kind="stable")
         same = np.diff(band[order], prepend=np.uint32(0)) == 0
+        # Nothing is before the first, which may be the 0 that is prepended.
         same[:1] = False
         shared = same | np.append(same[1:], [False])[: len(same)]
         starts = shared & ~same
