@@ -220,6 +220,7 @@ def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
     ends = [index * groups // windows * group for index in range(windows + 1)]
     for start, end in pairwise(ends):
         block = order[start:end]
+        # stable: the default sort orders equal costs as the instructions of the processor have it.
         block[:] = block[np.argsort(costs[block], kind="stable")]
     grouped = order[: groups * group].reshape(groups, group)
     # Groups in random order, then the rows of each, so that cost no longer depends on the position.

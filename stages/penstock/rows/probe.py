@@ -38,6 +38,7 @@ MESSAGES = 30
 def require_bounded_tokenizer(backend: Any, location: str) -> None:
     """Raise ConfigError if the normalizer and the pre-tokenizer do not end on difficult texts."""
     parts = {
+        # tokenizers has no other way to a part's JSON than the one by which it is pickled.
         name: json.loads(part.__getstate__())
         for name in ("normalizer", "pre_tokenizer")
         if (part := getattr(backend, name, None))

@@ -135,6 +135,7 @@ def rows_generator(seed: int, epoch: int) -> np.random.Generator:
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
     """Random generator that depends only on the seed and the stream, on every machine."""
+    # By name: np.random.default_rng may take another bit generator in a later NumPy.
     return np.random.Generator(np.random.PCG64([seed, *stream]))
 
 

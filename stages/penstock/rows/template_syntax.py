@@ -49,6 +49,7 @@ ENVIRONMENT = ImmutableSandboxedEnvironment(
 def template_variables(text: str, location: str) -> frozenset[str]:
     """The variables that a template reads. Raises ConfigError with the line if it is no Jinja."""
     try:
+        # Compiled as well: only then does Jinja look whether filters and tests exist.
         ENVIRONMENT.compile(text)
         return frozenset(find_undeclared_variables(ENVIRONMENT.parse(text)))
     except (RecursionError, MemoryError, OverflowError, SecurityError) as error:

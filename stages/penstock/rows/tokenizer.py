@@ -191,6 +191,7 @@ def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: 
         return
     # Searching the raw bytes is much faster than parsing the whole vocabulary.
     content = Path(file).read_bytes()
+    # Programs write a tokenizer.json with escapes or without.
     spellings = {json.dumps(end, ensure_ascii=escapes).encode() for escapes in (True, False)}
     if any(spelling in content for spelling in spellings) or end in map(str, declared.values()):
         return
