@@ -70,6 +70,8 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             host=job.api_host,
             port=job.api_port,
             http=cast(Any, partial(Connection, app.state.service.connections)),
+            # Else uvicorn hands a connection that asks for WebSocket to a protocol without these
+            # limits.
             ws="none",
             backlog=backlog,
             # Its own handlers would not have the limit of log lines.

@@ -91,6 +91,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
         """Send the message; waits while the peer is behind."""
         frame = self._sent_codec.encode_frame(message)
         losses_before = self._num_losses
+        # Whoever sends does not know of the loss yet: this is for the peer that is gone.
         if losses_before != self._num_reported_losses:
             return
         while not self._closed:
@@ -106,6 +107,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
             except zmq.Again:
                 await asyncio.sleep(RETRY_SEND_SECONDS)
             except zmq.ZMQError as error:
+                # What a ROUTER raises for a peer that is gone (router_mandatory).
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 return

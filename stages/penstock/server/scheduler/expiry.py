@@ -84,6 +84,7 @@ class Expiry:
             if not self.is_expired(model):
                 continue
             last_attempt = earlier.get(model, -math.inf)
+            # The requests that are not of clients are those of this class.
             is_unloading = self.queue.pending(model) > self.queue.pending_from_clients(model)
             if not is_unloading and now - last_attempt >= RETRY_SECONDS:
                 self.queue.put(

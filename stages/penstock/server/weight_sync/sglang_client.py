@@ -164,6 +164,7 @@ class InferenceServer:
             connection.request(method, path, text, headers)
             # HTTPConnection follows no redirect and reads no HTTP_PROXY: keys reach no other host.
             with connection.getresponse() as answer:
+                # With a size: a response of any server that a client names may have no end.
                 body_bytes = answer.read(MAX_RESPONSE_BYTES)
         finally:
             connection.close()

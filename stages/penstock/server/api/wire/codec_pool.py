@@ -178,6 +178,8 @@ class _Codec:
             stdout=asyncio.subprocess.PIPE,
             limit=CHUNK_BYTES,
             env=env.child_environment(
+                # With -m, Python imports modules from the current folder before its own, unless
+                # PYTHONSAFEPATH.
                 {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             ),
         )

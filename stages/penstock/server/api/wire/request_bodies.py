@@ -152,6 +152,7 @@ class BodyDecoder:
             limit = min(job.max_bytes, INLINE_BYTES)
             return decompressed(packed, job.encoding, limit, SMALL_WINDOW)
         except ApiError as refusal:
+            # The codec process has larger limits, and refuses the body if it must.
             raise NotInlineError from refusal
 
     def _decode_proto_pass(self, body: bytes) -> tuple[DecodedBody, requests.ForwardBackward]:
