@@ -198,4 +198,5 @@ def _copy_other_files(base: Path, adapter: Path, out: Path) -> None:
 
 def _copy_file(source: Path, target: Path) -> None:
     target.write_bytes(source.read_bytes())
+    # The folder gets its name once all is on the disk.
     fsync(target)

@@ -94,6 +94,7 @@ class Reference(Stage):
         if self.ranks == "this_process" or RefLogprobs(self.shared_folder).missing(samples):
             job = self.job(out.resolve())
             file = job.write()
+            # Those of an earlier attempt would be taken for the causes of this one's failure.
             shutil.rmtree(out / LOGS, ignore_errors=True)
             (out / LOGS).mkdir(parents=True)
             ended = (
