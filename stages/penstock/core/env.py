@@ -270,8 +270,8 @@ def openmp_waiting() -> dict[str, str]:
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": str(OPENMP_SPINS)}
 
 
+# Settings of PyTorch's caching allocator; the second is the older name.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of PyTorch's caching allocator; the second is the older name."""
 
 
 def cuda_allocator() -> dict[str, str]:

@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 from penstock.core.errors import StageError
 from penstock.core.os_errors import describe_os_error
 
+# What file systems without locks answer.
 NO_LOCK_ERRNOS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What file systems without locks answer."""
 
 NO_LOCKS = "its file system has no locks (flock)"
 REMEDY = "name a folder on a local disk, or mount the network file system with its lock service"

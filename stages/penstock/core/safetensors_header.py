@@ -27,8 +27,8 @@ WIDTHS = {
 }
 """Bytes per element of each supported dtype."""
 
+# First bytes of a Git LFS pointer file, whose content was not downloaded.
 LFS = b"version https://git-lfs"
-"""First bytes of a Git LFS pointer file, whose content was not downloaded."""
 
 
 @dataclass(frozen=True)

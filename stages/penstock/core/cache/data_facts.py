@@ -10,9 +10,8 @@ from penstock.core.files import read_json, write_json
 
 DATA = "data.json"
 
+# When the artifact was built and whether it was reused. Runs of one key may differ in these fields.
 LINEAGE = "lineage.json"
-"""When the artifact was built and whether it was reused. Runs of one key may differ in these
-fields."""
 
 PROCESS_START = datetime.now(UTC).isoformat(timespec="seconds")
 """Build time of this process, for artifacts that it built rather than reused."""

@@ -23,8 +23,8 @@ DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"
 
 PART_BYTES = 64 << 20
+# Bytes per read: larger blocks do not fit the processor caches, smaller blocks cost more calls.
 BLOCK_BYTES = 1 << 20
-"""Bytes per read: larger blocks do not fit the processor caches, smaller blocks cost more calls."""
 THREADS = 4  # Threads per process that read chunks concurrently
 
 

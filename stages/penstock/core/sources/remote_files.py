@@ -161,6 +161,7 @@ def _saved_files(path: RemotePath, files: dict[str, Info], split: str | None) ->
     names = [
         (split_folder / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()
     ]
+    # Of the listing, so that no name of the metadata leads out of the folder.
     absent = [name for name in names if name not in files]
     if state.get("_indices_data_files") or absent or not names:
         raise ConfigError(
