@@ -45,8 +45,8 @@ from penstock.rows.tokenizer import load_stop_token_ids, load_tokenizer
 MEDIA_COUNTS = MediaCounts()
 """Images of this process."""
 
+# Bytes of data per process, below which starting a process takes longer than tokenization.
 MIN_BYTES_PER_PROCESS = 32 << 20
-"""Bytes of data per process, below which starting a process takes longer than tokenization."""
 
 
 @dataclass(frozen=True)

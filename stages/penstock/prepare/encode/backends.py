@@ -35,6 +35,7 @@ LATER_BATCH_CHECKS = 1
 CHECK_CHARACTERS = 2000
 """Maximum characters that are compared per text."""
 
+# Texts on which tokenizers differ: contractions, runs of blanks, digits, combining marks, joiners.
 HARD_TEXTS = (
     "",
     " ",
@@ -47,8 +48,6 @@ HARD_TEXTS = (
     "<|a|> <s></s> [INST] {{x}} <think>\n</think>\n\n\n#### 42",
     "a" * 300 + " " * 40 + "\n" * 9 + "!?.,;:" * 9 + "é" * 40,
 )
-"""Texts on which tokenizers differ: contractions, runs of blanks, digits, combining marks,
-joiners."""
 
 
 class BackendMismatch(Exception):  # noqa: N818 - caught in tokenize_slice

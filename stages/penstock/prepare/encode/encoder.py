@@ -225,6 +225,7 @@ class Encoder:
         usable = [index for index in range(len(parsed.records)) if index not in faults]
         parsed.faults |= {parsed.records[index]: fault for index, fault in faults.items()}
         selected = [side.select(usable) for side in sides]
+        # After truncation, which finds the end of a prompt by its labels.
         if self._its.train_on_prompt and self._its.kind == "sft":
             selected = [_train_on_prompts(side) for side in selected]
         if self._its.kind == "sft":
@@ -314,6 +315,7 @@ class Encoder:
             is_plain = isinstance(turn, Conversation)
             render = self._renderer.render if is_plain else self._renderer.render_completion
             parts = conversations(turn)
+            # All before any is kept: a fault of the second would leave sides of different lengths.
             documents = [render(part) for part in parts]
             for side, document in zip(parsed.sides, documents, strict=True):
                 side.append(document)

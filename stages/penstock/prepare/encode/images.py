@@ -28,8 +28,8 @@ Located = tuple[Folder | None, bytes]
 MEDIA_LIKE = re.compile("image|img|audio|video", re.IGNORECASE)
 """Names of tokens that may stand for media, such as `<image>`, `<|image_pad|>` and `[IMG]`."""
 
+# What transformers shows a template in place of a value that is no JSON.
 SHOWN = "<bytes>"
-"""What transformers shows a template in place of a value that is no JSON."""
 
 CUT = "cutting it to max_seq_len would cut an image"
 

@@ -49,9 +49,9 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 
 STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
+# Fixed date for templates that call `strftime_now`, so that tokens do not change from day to day.
+# It is the fallback date of Llama's templates.
 DATE = date(2024, 7, 26)
-"""Fixed date for templates that call `strftime_now`, so that tokens do not change from day to day.
-It is the fallback date of Llama's templates."""
 
 BREAK = "\n\n"
 """Separator of the parts of a conversation without a chat template."""
@@ -408,16 +408,14 @@ def _drop_oldest_turns(
 
 
 def _require_answers(text: str, conversation: Conversation) -> None:
-    """Raise BadRecord if the end of a trained answer is not in the text.
-
-    Only the end is compared, because templates strip text and remove reasoning. Some templates
-    silently skip whole turns.
-    """
+    """Raise BadRecord if the end of a trained answer is not in the text."""
     weights = conversation.weights
     for number, message in enumerate(conversation.messages, start=1):
         if not weights[number - 1] or message["role"] != "assistant":
             continue
         answer = (message["content"] or "").rpartition("</think>")[2].strip()
+        # Some templates silently skip whole turns. Only the end is compared, because templates
+        # strip text and remove reasoning.
         if answer[-ANSWER_END:] not in text:
             raise BadRecord(
                 "template",

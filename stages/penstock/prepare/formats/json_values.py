@@ -6,8 +6,8 @@ from typing import Any
 
 from penstock.prepare.bad_records import BadRecord, check_text, json_type_name, wrong_type
 
+# Maximum nesting depth, because chat templates traverse values recursively.
 MAX_DEPTH = 64
-"""Maximum nesting depth, because chat templates traverse values recursively."""
 
 Object = dict[str, Any]
 
@@ -68,6 +68,7 @@ def _check(location: Path, value: Any, levels: int) -> None:
         if not -(2**63) <= value < 2**64:
             raise BadRecord("bad_value", f"{_spell(location)} is a number of over 64 bits")
     elif isinstance(value, float):
+        # json.loads reads NaN and Infinity.
         if not math.isfinite(value):
             raise BadRecord("bad_value", f"{_spell(location)} is {value}, which JSON does not have")
     elif value is not None:

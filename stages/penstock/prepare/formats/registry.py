@@ -20,8 +20,8 @@ from penstock.prepare.formats.conversation import (
 from penstock.prepare.formats.json_values import check_object, parse_json_text
 from penstock.prepare.settings import DatasetSettings
 
+# Column with variables of the chat template for one record, as in TRL.
 TEMPLATE_KWARGS = "chat_template_kwargs"
-"""Column with variables of the chat template for one record, as in TRL."""
 
 
 def parse_record(

@@ -44,12 +44,12 @@ FILES = {
     **dict.fromkeys(VIDEOS, VIDEO),
 }
 """Kinds of media, by suffix."""
+# Columns and members that may name them: frames of a video are images.
 NAMING = {column for kind in KINDS.values() for column in (*kind.sources, *kind.columns)}
-"""Columns and members that may name them: frames of a video are images."""
 TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "cls"}
 """Columns of text, by suffix."""
+# Suffixes of media that are not read, without which a record would be another one.
 UNREAD = ("m4a",)
-"""Suffixes of media that are not read, without which a record would be another one."""
 
 
 @dataclass(frozen=True)

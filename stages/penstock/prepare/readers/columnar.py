@@ -19,8 +19,8 @@ from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
 from penstock.prepare.readers.row_groups import BATCH_MEMORY, open_parquet, plan_row_group
 from penstock.prepare.readers.row_sizes import ROW_BYTES, batch_sizes
 
+# Magic bytes of an Arrow file; an Arrow stream has none.
 ARROW_FILE = b"ARROW1"
-"""Magic bytes of an Arrow file; an Arrow stream has none."""
 
 
 def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:

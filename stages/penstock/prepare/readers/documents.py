@@ -119,6 +119,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
 
 def _iter_text_lines(stream: TextIO, file: SourceFile) -> Iterator[str]:
     number = 1
+    # csv.field_size_limit is for fields: csv.reader is given a whole line, however long, before.
     while line := stream.readline(file.max_record_bytes + 1):
         if len(line) > file.max_record_bytes:
             raise file.too_large(f"line {number:,}")
@@ -215,6 +216,7 @@ class _JsonReader:
                 location = f"{self._name}:{self.line}"
                 raise StageError(f"{location}: the record that begins here: {error}.") from error
             except (ValueError, RecursionError) as error:
+                # It may only be cut off by the end of what was read so far.
                 if self._refill():
                     continue
                 line, why = self.line, "nested too deeply"

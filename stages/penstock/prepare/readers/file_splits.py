@@ -36,8 +36,8 @@ from penstock.prepare.readers.lines import BOM, line_start, parse_line
 from penstock.prepare.readers.megatron import read_index
 from penstock.prepare.readers.row_groups import open_parquet
 
+# Approximate bytes per piece: seconds of work for one process.
 SLICE_BYTES = 16 << 20
-"""Approximate bytes per piece: seconds of work for one process."""
 
 ROWS = 1000
 """Hub data sets are split at multiples of this number of rows."""
@@ -46,8 +46,8 @@ FORMAT = 3
 """Increase it if the same file must be split differently."""
 
 BLOCK = 1 << 20
+# Number of threads that compute digests; hashlib releases the GIL.
 THREADS = 8
-"""Number of threads that compute digests; hashlib releases the GIL."""
 
 Reader = Literal[
     "json_lines",
@@ -245,6 +245,8 @@ def _split_lines(reader: Reader, file: SourceFile) -> Iterator[SplitSpec]:
     elif isinstance(file.location, Path):
         yield from _split_local_lines(reader, file.location, size)
     else:
+        # Not at line starts: to find these, and to digest the lines, would fetch the file to plan a
+        # run.
         for start in range(0, size, SLICE_BYTES):
             stop = min(start + SLICE_BYTES, size)
             yield _spec(reader, (start, stop), None if start else 0, stop - start)
@@ -357,6 +359,7 @@ def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
     count = max(1, min(batches, -(-size // SLICE_BYTES)))
     for number in range(count):
         span = (batches * number // count, batches * (number + 1) // count)
+        # None: the footer of an Arrow file does not have the numbers of rows.
         yield _spec("arrow_file", span, None if number else 0, size // count)
 
 

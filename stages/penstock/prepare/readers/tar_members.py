@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 from penstock.core.errors import StageError
 
+# Bytes of a header that extends another one, such as a long name: `tarfile` reads it at once.
 MAX_EXTENSION = 1 << 20
-"""Bytes of a header that extends another one, such as a long name: `tarfile` reads it at once."""
 
 EXTENSIONS = (
     tarfile.XHDTYPE,
@@ -20,8 +20,8 @@ EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
+# What `tarfile` raises for damaged headers.
 DAMAGED = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError)
-"""What `tarfile` raises for damaged headers."""
 
 BLOCK = 1 << 20
 

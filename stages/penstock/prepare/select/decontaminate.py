@@ -20,8 +20,8 @@ FEWEST = 4
 and at least this many, contain it."""
 
 SLOTS_PER_RUN = 16
+# Size of the hash table that filters n-grams before the binary search: most have empty slots.
 MOST_SLOTS = 1 << 27
-"""Size of the hash table that filters n-grams before the binary search: most have empty slots."""
 
 
 def half_ngram(length: int) -> int:

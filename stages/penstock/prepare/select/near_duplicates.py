@@ -31,9 +31,9 @@ PERMUTATIONS = 128
 RECALL = 0.999
 """Minimum probability that a pair at the threshold becomes a candidate."""
 
+# Maximum samples per bucket that later samples are compared with: a part that many samples share (a
+# long system prompt) would make the time quadratic.
 MAX_PER_BUCKET = 1000
-"""Maximum samples per bucket that later samples are compared with: a part that many samples share
-(a long system prompt) would make the time quadratic."""
 
 MAX_CANDIDATES = 32
 """Maximum candidates per sample that are compared, those with most shared bands first."""

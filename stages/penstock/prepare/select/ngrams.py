@@ -20,8 +20,8 @@ from penstock.rows.sample_order import Indices
 Hashes = npt.NDArray[np.uint64]
 
 CHUNK_TOKENS = 1 << 17
+# Approximate tokens and samples that are hashed at once: they fit in the CPU cache.
 CHUNK_SAMPLES = 1 << 12
-"""Approximate tokens and samples that are hashed at once: they fit in the CPU cache."""
 
 _BASE = 0x9E3779B97F4A7C15
 # 2**64 over the golden ratio; only odd numbers have an inverse modulo 2**64.
