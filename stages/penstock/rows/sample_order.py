@@ -16,8 +16,8 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 Strategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
+# One random stream per purpose, so that changing one option does not change the other draws.
 _BEFORE_MERGING, _MERGED, _ROWS, _STREAM, _DRAWS = 1, 2, 4, 5, 6
-"""One random stream per purpose, so that changing one option does not change the other draws."""
 
 
 @dataclass(frozen=True)

@@ -39,10 +39,10 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+# As transformers'.
 ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
 )
-"""As transformers'."""
 
 
 @lru_cache(maxsize=128)
