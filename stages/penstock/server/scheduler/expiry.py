@@ -15,8 +15,8 @@ from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.state_store import SessionRecord
 
 LONGEST_INTERVAL = 30.0  # Maximum seconds between checks
+# Seconds during which requests to an ended session report why; later it is unknown.
 ENDED_SESSION_SECONDS = 24 * 3600.0
-"""Seconds during which requests to an ended session report why; later it is unknown."""
 RETRY_SECONDS = 60.0  # Seconds before unloading a model is retried
 
 

@@ -279,6 +279,7 @@ def _validated(kind: type[B], parsed: Any) -> B:
     try:
         return kind.model_validate(parsed)
     except ValidationError as error:
+        # pydantic would put the value, of any size, into each error.
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise RequestValidationError(
             [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_VALIDATION_ERRORS]]
