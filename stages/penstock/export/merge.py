@@ -42,8 +42,8 @@ from penstock.models.vision.types import VISION_TYPES
 
 CONFIG = "config.json"
 WEIGHT_FORMATS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
+# Files that describe only the base model.
 NOT_COPIED = {INDEX, CARD, "adapter_config.json", "training_args.bin"}
-"""Files that describe only the base model."""
 
 
 def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:

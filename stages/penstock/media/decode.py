@@ -16,8 +16,8 @@ from penstock.media.kinds import MAX_BYTES, BadMedia, first_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Maximum pixels of an image: the number from which Pillow warns of decompression bombs.
 MAX_PIXELS = 89_478_485
-"""Maximum pixels of an image: the number from which Pillow warns of decompression bombs."""
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
