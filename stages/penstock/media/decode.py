@@ -76,6 +76,7 @@ def _open(content: bytes) -> "Image":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             Image.init()  # registers the formats
+            # Of a format that it was built without, such as AVIF, Image.open raises KeyError.
             formats = [name for name in FORMATS if name in Image.OPEN]
             image = Image.open(BytesIO(content), formats=formats)
     # Raised above twice the pixels of which Pillow warns.

@@ -91,6 +91,8 @@ class Reference(Stage):
         for file in drop_damaged(self.shared_folder):
             sys.stderr.write(f"reference: {file} is damaged; its log-probs are computed again\n")
         samples = sample_digests(self.packed.path)
+        # The other ranks of a user's torchrun (`follow`) wait for this one, even if none is
+        # missing.
         if self.ranks == "this_process" or RefLogprobs(self.shared_folder).missing(samples):
             job = self.job(out.resolve())
             file = job.write()

@@ -291,6 +291,7 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
     """Pin the training checkpoint in `field`: every file of its folder. Raises ConfigError if it is
     not a folder or is incomplete."""
     if is_url(path):
+        # One for each depth: a pattern matches only names of its own.
         source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
     else:
         folder = Path(path).expanduser()

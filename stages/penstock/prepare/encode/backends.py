@@ -159,6 +159,7 @@ class TextEncoder:
             # Offsets exclude leading blanks of a token; extend them to the previous token.
             before = np.minimum(ends[:-1], starts[1:])
             starts[1:] = np.where(np.isin(ids[1:], self._added), starts[1:], before)
+            # Blanks left out at the ends of the text belong to its first and last token.
             starts[:1], ends[-1:] = 0, len(text)
         return ids, starts, ends
 
