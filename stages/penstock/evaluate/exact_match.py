@@ -160,6 +160,7 @@ def _sample_rows(folder: Path, limit: int, seed: int) -> list[tuple[list[int], l
     tables = [pa.Table.from_batches(of_file) for of_file in batches if of_file]
     if not tables:
         return []
+    # Files of slices without images or loss weights do not have their columns.
     table = pa.concat_tables(tables, promote_options="default")
     order = np.random.Generator(np.random.PCG64(seed)).permutation(len(table))
     chosen = table.take(np.sort(order[:limit]))
