@@ -201,6 +201,7 @@ def _nemotron_mamba(hf: HfConfig) -> Mamba2Config:
         conv_bias=bool(config_get(hf, "use_conv_bias", True)),
         in_bias=bias,
         out_bias=bias,
+        # Not max_step: transformers clamps steps from below, and only draws initial ones up to it.
         min_step=least,
         initial_step=InitialValues("softplus_log_uniform", min(least, most), max(least, most)),
     )
