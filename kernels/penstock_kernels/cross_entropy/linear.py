@@ -189,6 +189,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, scale: float, *sides: torch.Tensor) -> torch.Tensor:
         gradients = SideGradients(ctx.needs_input_grad[2:], sides, work.num_chunks, scale)
+        # In the dtype of the first rows: autocast would multiply those in fp32 in 16 bits.
         with torch.autocast(sides[0].device.type, enabled=False):
             needs_grad = any(ctx.needs_input_grad)
             total = _total(work, computed(sides), gradients if needs_grad else None)

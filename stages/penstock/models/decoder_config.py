@@ -422,6 +422,8 @@ class DecoderConfig:
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        # Not strict: where all layers share their RoPE there is one mapping, and there are always
+        # two sizes.
         for parameters, head_dim in zip(
             self.all_rope_parameters, self.rope_head_dims, strict=False
         ):
@@ -515,6 +517,7 @@ class DecoderConfig:
     def _of_full_attention(self) -> "DecoderConfig":
         heads = self.full_attention_heads
         assert heads is not None
+        # None, so that `of_layer` of the result is the result itself.
         return replace(self, full_attention_heads=None, **asdict(heads))
 
     @property
@@ -562,6 +565,7 @@ class DecoderConfig:
     @property
     def cacheable_length(self) -> float:
         """The document length up to which keys and values of earlier tokens can be kept."""
+        # Within one chunk a token attends to all before it, which is what a cache holds.
         chunk = self.attention_chunk if self.chunked_layers else None
         return min(self.rope_invariant_up_to, math.inf if chunk is None else chunk)
 

@@ -71,6 +71,8 @@ class EmbeddingApart(torch.autograd.Function):
         ctx: Any, hidden_TD: torch.Tensor, embed: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         del hidden_TD
+        # Autograd records nothing in a Function's forward by itself, and `backward` needs this
+        # graph.
         with torch.enable_grad():
             ctx.embedded_TD = embed()
         return ctx.embedded_TD.detach()

@@ -119,6 +119,7 @@ class Prefill(PrefillSegments):
         parts = _parts(k_TKH, v_TKH)
         cached = self.cache.layer(next(self.calls), parts)
         for x_BKCH, x_TKH in zip(cached, parts, strict=True):
+            # [E, K, H]: of index tensors with a slice between them the dimension comes first.
             x_BKCH[self.rows, :, self.positions] = x_TKH[self.tokens].to(x_BKCH.dtype)
 
     def store_latents(self, x_S1H: torch.Tensor) -> None:

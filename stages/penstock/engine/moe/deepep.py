@@ -163,6 +163,7 @@ class _DispatchTokens(torch.autograd.Function):
         layout: _DispatchLayout,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.layout = layout
+        # Here and below: DeepEP asserts that tensors are contiguous.
         choice_TK = choice_TK.contiguous()
         to_ranks, to_nodes, to_experts, is_sent, _ = layout.buffer.get_dispatch_layout(
             choice_TK, layout.num_experts
@@ -247,6 +248,7 @@ class _WaitCombine(torch.autograd.Function):
         pending: _PendingCombine = ctx.pending
         options = {"async_finish": True}
         pending.grad_SD, pending.event = _dispatch_again(grads[0], pending.layout, **options)
+        # For the order alone: `_CombineAsync` takes the dispatched gradient in place of this one.
         return grads[0], None
 
 

@@ -40,6 +40,7 @@ def read_glm4v(hf: HfConfig) -> DecoderConfig:
         defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
         rope_parameters=rope_parameters(hf),
         rope_pairs="neighbours",
+        # Of Glm4vTextAttention in transformers; config.json has no field for it.
         qkv_bias=True,
         fused_gate_up=True,
         output_norms=True,

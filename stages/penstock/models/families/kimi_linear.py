@@ -103,8 +103,10 @@ def read_kimi_linear(hf: HfConfig) -> DecoderConfig:
         value_dim=width,
         kernel=config_get(own, "short_conv_kernel_size", kernel),
     )
+    # As KimiLinearConfig, which leaves out the first layer.
     full = [index for index in layers if index and index % 4 == 0]
     if "full_attn_layers" in own and "kda_layers" in own:
+        # Published files number layers from 1.
         full = [index for index in layers if index + 1 in own["full_attn_layers"]]
     types = [FULL if index in full else LINEAR for index in layers]
     experts = read_routed_experts(

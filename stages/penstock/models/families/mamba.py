@@ -211,6 +211,7 @@ def _nemotron_mamba(hf: HfConfig) -> Mamba2Config:
     least, most = config_get(hf, "time_step_min", 0.001), config_get(hf, "time_step_max", 0.1)
     return NemotronMamba2Config(
         **_read_fields(hf, NEMOTRON_FIELDS),
+        # Not max_step: transformers clamps steps from below, and only draws initial ones up to it.
         min_step=least,
         initial_step=InitialValues("softplus_log_uniform", min(least, most), max(least, most)),
     )
