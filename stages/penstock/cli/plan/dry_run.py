@@ -26,7 +26,7 @@ from penstock.estimate.costs.estimate import Prediction, build_cost_model, predi
 from penstock.estimate.costs.find_layouts import LayoutSearch, find_fastest_layouts, with_train
 from penstock.estimate.costs.token_counts import DataFacts, with_row_length
 from penstock.estimate.dryrun.chrome_trace import write_chrome_trace
-from penstock.estimate.dryrun.dry_run import MAX_RANKS, RankChoice, dry_run, select_ranks
+from penstock.estimate.dryrun.dry_run import MAX_RANKS, dry_run, select_ranks
 from penstock.estimate.dryrun.summary import DryRun, RankSummary
 from penstock.estimate.machine import resolve_hf_config, with_prompts_apart, world_size
 from penstock.pipeline.composing import with_composed_model
