@@ -50,10 +50,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def model_with(*changes: Change) -> tuple[str, tuple[Change, ...]]:
-    return "model", changes
-
-
 def cut(name: str, size: int) -> Change:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
