@@ -33,7 +33,7 @@ from penstock.core.cache.store import StageResult
 from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json
 from penstock.train.launch.job import ENVIRONMENT, METRICS, REPORT
-from penstock.train.trackers.registry import SPECS
+from penstock.train.trackers.registry import TITLES
 from penstock.train.trackers.run_info import TRACKERS_FOLDER
 from training_log import Logger, TrainingLog, server_only
 from training_progress import TrainingProgress
@@ -137,7 +137,7 @@ class TrainingLinks:
         for memory in sorted((self._folder / TRACKERS_FOLDER).glob("*.json")):
             name = memory.stem
             if url := read_json(memory).get("url"):
-                yield f"penstock-{name}", url, SPECS[name].title if name in SPECS else name
+                yield f"penstock-{name}", url, TITLES.get(name, name)
 
 
 @contextmanager

@@ -11,6 +11,8 @@ dimension of a product. Functions that return a loss for each token also take la
 tokens with L labels, each with its own loss.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any

@@ -4,6 +4,8 @@ S tokens, C those of a chunk; V entries of the local vocabulary; K the contracte
 product.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 

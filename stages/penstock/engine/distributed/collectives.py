@@ -9,6 +9,8 @@ al. 2022, "Reducing Activation Recomputation in Large Transformer Models", secti
 T tokens, D model width, V vocabulary, C tokens of a chunk.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
