@@ -10,6 +10,7 @@ import signal
 import sys
 from collections.abc import Sequence
 from contextlib import nullcontext
+from functools import partial
 from pathlib import Path
 from typing import Any, cast
 
@@ -43,7 +44,7 @@ from prefect.states import Cancelled, Completed
 from cluster import build_task_runner, num_shares, tokenize_on_cluster
 from overview import chat_command, show_overview
 from parameters import ConfigFile, Forced, Overrides, build_run_title, load_run, parse_argv
-from penstock.api.pipeline import run_stages
+from penstock.api.pipeline import RunStage, run_stages
 from penstock.api.tables import outcome_table
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.stage import short, stage_key
@@ -60,6 +61,7 @@ from prefect_artifacts import (
 )
 from prefect_server import require_server
 from temporary_server import temporary_server
+from training_log import Logger
 
 # Workers of a cluster cannot import scripts that are loaded by path, so they are pickled by value.
 for script in (
@@ -124,6 +126,20 @@ def _is_transient_failure(_task: object, _run: object, state: State[StageResult]
     return isinstance(state.data, BaseException) and is_transient(state.data)
 
 
+def build_stage_runner(run: RunConfig, logger: Logger) -> RunStage:
+    """A function that runs a stage as a task, `prepare` after its slices are tokenized on the
+    run's cluster, if it has one. Raises CapabilityError if the cluster's package is missing."""
+    runner = build_task_runner(run)
+
+    def run_as_task(planned: Plan, name: str, rebuild: RebuildOptions) -> StageResult:
+        if runner and name == "prepare":
+            with forward_prepare_logs(logger):
+                tokenize_on_cluster(planned, runner, num_shares(run))
+        return run_stage_with_retries(planned, name, rebuild)
+
+    return run_as_task
+
+
 def run_pipeline(
     run: RunConfig, rebuild: RebuildOptions, chat: Sequence[str], *stages: str
 ) -> list[StageResult]:
@@ -131,20 +147,15 @@ def run_pipeline(
 
     `chat` is the command to chat with the model.
     """
-    runner, logger = build_task_runner(run), get_run_logger()
-    planned = plan(run, stages or None)
+    logger = get_run_logger()
+    run_as_task, planned = build_stage_runner(run, logger), plan(run, stages or None)
     for name in rebuild.force:
         planned.step(name)  # raises for a stage that the run does not have
 
-    def bring(planned: Plan, name: str, rebuild: RebuildOptions) -> StageResult:
-        if runner and name == "prepare":
-            with forward_prepare_logs(logger):
-                tokenize_on_cluster(planned, runner, num_shares(run))
-        return run_stage_with_retries(planned, name, rebuild)
-
     with show_overview(planned, chat, logger) as outcomes:
-        done = run_stages(planned, bring, rebuild, notify=lambda line: log_notice(line, logger))
-        for outcome in done:  # one by one, so that those before a failure are shown
+        notify = partial(log_notice, logger=logger)
+        # One by one, so that those before a failure are shown.
+        for outcome in run_stages(planned, run_as_task, rebuild, notify=notify):
             outcomes.append(outcome)
     logger.info("\n%s", outcome_table(outcomes))
     return outcomes

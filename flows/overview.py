@@ -87,14 +87,8 @@ def _row(step: PlannedStage, outcome: StageResult | None) -> str:
     status = STATUS_WORDS[outcome.status] if outcome else "not done"
     time = duration(outcome.seconds) if outcome else ""
     location = step.where if step.remote else str(step.path.absolute())
-    cells = (
-        step.stage.name,
-        status,
-        time,
-        f"`{short(stage_key(step.stage))}`",
-        _escape_cell(location),
-    )
-    return f"| {' | '.join(cells)} |"
+    key = short(stage_key(step.stage))
+    return f"| {step.stage.name} | {status} | {time} | `{key}` | {_escape_cell(location)} |"
 
 
 def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
@@ -112,8 +106,8 @@ def _result_rows(result: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
             yield name, str(Path(result[name]).absolute())
 
 
-def _summarize(result: Mapping[str, Any], done: int, all_of_them: int) -> str:
-    parts = [f"{done} of {all_of_them} stages"]
+def _summarize(result: Mapping[str, Any], done: int, planned: int) -> str:
+    parts = [f"{done} of {planned} stages"]
     if "final_loss" in result:
         parts.append(f"{result['steps']:,} steps, loss {number(result['final_loss'])}")
     parts += [f"{name} {number(result[name])}" for name in _held_out_losses(result)]

@@ -115,8 +115,6 @@ def format_value(value: JsonValue) -> str:
 
 def build_run_title(run: RunConfig, overrides: Mapping[str, JsonValue] | None) -> str:
     """The run's name and its overrides, without credentials."""
-    settings = [f"{name}={format_value(value)}" for name, value in (overrides or {}).items()]
-    title = redact_text(
-        ": ".join([run.pipeline.name, *([", ".join(settings)] if settings else [])])
-    )
+    settings = ", ".join(f"{name}={format_value(v)}" for name, v in (overrides or {}).items())
+    title = redact_text(f"{run.pipeline.name}: {settings}" if settings else run.pipeline.name)
     return title if len(title) <= MAX_TITLE_CHARS else f"{title[: MAX_TITLE_CHARS - 1]}…"

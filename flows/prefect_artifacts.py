@@ -33,7 +33,7 @@ from penstock.core.cache.store import StageResult
 from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json
 from penstock.train.launch.job import ENVIRONMENT, METRICS, REPORT
-from penstock.train.trackers.registry import SPECS
+from penstock.train.trackers.registry import TITLES
 from penstock.train.trackers.run_info import TRACKERS_FOLDER
 from training_log import Logger, TrainingLog, server_only
 from training_progress import TrainingProgress
@@ -137,7 +137,7 @@ class TrainingLinks:
         for memory in sorted((self._folder / TRACKERS_FOLDER).glob("*.json")):
             name = memory.stem
             if url := read_json(memory).get("url"):
-                yield f"penstock-{name}", url, SPECS[name].title if name in SPECS else name
+                yield f"penstock-{name}", url, TITLES.get(name, name)
 
 
 @contextmanager
@@ -164,10 +164,10 @@ class TrainingMonitor:
     def __init__(self, folder: Path, name: str, logger: Logger) -> None:
         self._folder, self._name, self._logger = folder, name, logger
         self._links = TrainingLinks(folder, name)
-        since = time.time()
-        self._since, self._metrics = since, FileTail(folder / METRICS)
+        self._since = time.time()
+        self._metrics = FileTail(folder / METRICS)
         self._progress = TrainingProgress()
-        self._log = TrainingLog(folder, server_only(logger), since=since)
+        self._log = TrainingLog(folder, server_only(logger), since=self._since)
         self._bar: UUID | None = None
         self._table: UUID | None = None
         self._is_warned = False
@@ -192,7 +192,7 @@ class TrainingMonitor:
             return  # the files may still be those of another run
         try:
             if self._progress.step:
-                self._show(self._progress)
+                self._show()
             self._links.show()
         except (httpx.HTTPError, PrefectException, OSError) as error:
             if not self._is_warned:
@@ -214,7 +214,8 @@ class TrainingMonitor:
             self._progress.add_record(record)
             self._log.add_record(record, self._progress)
 
-    def _show(self, progress: TrainingProgress) -> None:
+    def _show(self) -> None:
+        progress = self._progress
         brief = f"{self._name}: {progress.summary}"
         if self._bar is None:
             self._bar = cast(

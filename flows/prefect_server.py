@@ -12,8 +12,6 @@ from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, asks_for_pas
 TIMEOUT = 10.0
 """Seconds to connect."""
 
-PORTS = {"http": 80, "https": 443}
-
 
 def require_server() -> bool:
     """Whether PREFECT_API_URL is set, in the environment or in Prefect's profile.
@@ -25,7 +23,7 @@ def require_server() -> bool:
         return False
     parts = urlsplit(url)
     try:
-        port = parts.port or PORTS.get(parts.scheme, 443)
+        port = parts.port or (80 if parts.scheme == "http" else 443)
         with socket.create_connection((parts.hostname or "", port), TIMEOUT):
             pass
     except (OSError, ValueError) as error:

@@ -9,7 +9,7 @@ import re
 import sys
 
 # First, for what it sets before Prefect is imported.
-from finetune import run_stage_with_retries, run_from_command_line, build_flow_run_name  # isort: skip
+from finetune import build_flow_run_name, build_stage_runner, run_from_command_line  # isort: skip
 
 import cloudpickle
 from prefect import flow, get_run_logger
@@ -17,11 +17,9 @@ from prefect.artifacts import create_table_artifact
 from prefect.client.schemas.objects import State
 from prefect.states import Cancelled, Completed
 
-from cluster import build_task_runner, num_shares, tokenize_on_cluster
 from parameters import ConfigFile, Overrides, load_run
-from penstock.core.cache.store import StageResult
 from penstock.core.errors import Interrupted
-from penstock.pipeline.plan import Plan, RebuildOptions
+from penstock.pipeline.plan import RebuildOptions
 from penstock.pipeline.recurring import Verdict, tick
 from penstock.pipeline.releasing import open_releases
 
@@ -47,19 +45,15 @@ COLUMNS = ("time", "verdict", "release", "new_samples", "slices", "reused_slices
 @flow(name="recurring", flow_run_name=build_flow_run_name, persist_result=False)
 def recurring(config: ConfigFile, overrides: Overrides = None) -> State[str]:
     """Train again if the sources have new samples, and release the model if it is better."""
-    run, notify = load_run(config, overrides), get_run_logger().info
-    runner = build_task_runner(run)
-
-    def bring(planned: Plan, name: str) -> StageResult:
-        if runner and name == "prepare":
-            tokenize_on_cluster(planned, runner, num_shares(run))
-        return run_stage_with_retries(planned, name, RebuildOptions())
-
+    run, logger = load_run(config, overrides), get_run_logger()
+    run_as_task = build_stage_runner(run, logger)
     try:
-        decision = tick(run, bring, notify)
+        decision = tick(
+            run, lambda planned, name: run_as_task(planned, name, RebuildOptions()), logger.info
+        )
     except Interrupted as stopped:
         return Cancelled(name="Stopped", message=str(stopped))
-    notify(decision.line)
+    logger.info(decision.line)
     newest_first = open_releases(run).decisions()[: -SHOWN - 1 : -1]
     create_table_artifact(
         [{name: release.get(name) for name in COLUMNS} for release in newest_first],

@@ -16,6 +16,7 @@ import time
 import traceback
 from collections.abc import Callable, Collection
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from pathlib import Path
 from typing import Any, Literal
 
@@ -32,6 +33,8 @@ PRELOADED = [
     "penstock.engine.distributed.pipeline_parallel",
     "penstock.train.rank",
     "tests.engine.traces",
+    "hypothesis",
+    "pyarrow.compute",
 ]
 ECHOES = (
     "Connection reset",
@@ -91,6 +94,13 @@ def kill_on_ranks(
         return struck
 
 
+def warm_server() -> ForkServerContext:
+    """Starts processes as forks of a server that has imported what ranks need."""
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["tests.preloaded"])
+    return context
+
+
 def _start(
     world: int,
     fn: Callable[..., Any],
@@ -100,8 +110,7 @@ def _start(
     collectives: str,
 ) -> tuple[list[Any], list[Any]]:
     """The ranks' processes, and the pipes on which each tells what came of it."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = warm_server()
     pipes: list[Any] = []
     processes: list[Any] = []
     for rank in range(world):

@@ -6,7 +6,6 @@ and each rank would first import torch, for seconds. With torchrun run `tests/st
 process of its own.
 """
 
-import multiprocessing
 import os
 import runpy
 import sys
@@ -19,7 +18,7 @@ from typing import Any
 import pytest
 
 from penstock.core import env
-from tests.ranks import PRELOADED
+from tests.ranks import warm_server
 
 
 @pytest.fixture(scope="module")
@@ -39,8 +38,7 @@ def run_ranks(
 
     world = int(arguments[arguments.index("--nproc-per-node") + 1])
     assert "--max-restarts" not in arguments
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = warm_server()
     with tempfile.TemporaryDirectory() as name:
         said = Path(name) / "said"
         variables = {

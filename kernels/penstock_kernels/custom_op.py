@@ -66,6 +66,8 @@ def fake_like(*indices: int) -> Callable[..., Any]:
 def empty_like(first: torch.Tensor, *further: torch.Tensor | None) -> list[torch.Tensor]:
     """Memory for gradients, contiguous, in the order of the tensors; for `None` without elements,
     since a custom operator returns tensors alone."""
+    # Not `torch.empty_like`, which keeps the strides of a transposed tensor: kernels write in
+    # order.
     return [
         first.new_empty(0) if tensor is None else tensor.new_empty(tensor.shape)
         for tensor in (first, *further)
@@ -84,6 +86,8 @@ def keep_inputs(
         # By default autograd makes a tensor of zeros for each undefined gradient.
         if not materialize_grads:
             ctx.set_materialize_grads(False)
+        # Not attributes of ctx: checkpointing and offload see saved tensors alone, and an output
+        # kept as an attribute would be a cycle that no reference count frees.
         ctx.options = inputs[tensors:]
         ctx.save_for_backward(*inputs[first:tensors], *(output[index] for index in outputs))
 

@@ -52,10 +52,9 @@ def philox(counter: Sequence[torch.Tensor], key: int) -> tuple[torch.Tensor, ...
 
 
 def _product(uint32: torch.Tensor, by: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """The high and the low word of a product of two words, the second at least 2^31.
-
-    Computed with 2^32 minus the second word, so that the product fits a signed 64-bit integer.
-    """
+    """The high and the low word of a product of two words, the second at least 2^31."""
+    # With 2^32 minus the second word the product fits a signed 64-bit integer.
+    # Arithmetic shifts round down, and so does the high word of a product.
     less = uint32 * (by - 2**32)
     return (less >> 32) + uint32, less & WORD
 

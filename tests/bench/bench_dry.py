@@ -18,8 +18,7 @@ from typing import Any
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.estimate.costs.device_speed import find_machine
 from penstock.estimate.costs.estimate import build_cost_model, predict
-from penstock.estimate.dryrun.dry_run import dry_run
-from penstock.estimate.dryrun.roles import select_ranks
+from penstock.estimate.dryrun.dry_run import dry_run, select_ranks
 from tests.engine import runs
 
 GIB = 2**30

@@ -1,12 +1,10 @@
 """Finished runs small enough to be changed and asked for hundreds of times."""
 
 import csv
-import io
 import json
 import os
 import random
 import shutil
-import tarfile
 import time
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -30,6 +28,7 @@ from tests.changes.kinds import CHANGES, NEUTRAL, undone, without_override
 from tests.media.pictures import picture
 from tests.pipeline.runs import write_run
 from tests.ranks import on_ranks
+from tests.stages.tars import tar_of
 
 TEXT = {"type": "text"}
 
@@ -144,12 +143,7 @@ def write_data(folder: Path) -> list[dict[str, Any]]:
     table = pa.Table.from_pylist(rows("arrow"))
     with pa.OSFile(str(folder / "d.arrow"), "wb") as sink, pa.ipc.new_file(sink, table.schema) as w:
         w.write_table(table)
-    with tarfile.open(folder / "e.tar", "w") as archive:
-        for number, row in enumerate(rows("archive")):
-            content = json.dumps(row).encode()
-            member = tarfile.TarInfo(f"{number}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
+    (folder / "e.tar").write_bytes(tar_of(rows("archive")))
     (folder / "f.txt").write_text("".join(row["text"] + "\n" for row in rows("plain")))
     (folder / "g.json").write_text(json.dumps(rows("document")))
     (folder / "h").mkdir()

@@ -8,8 +8,9 @@ import numpy as np
 from PIL import Image
 
 from penstock.cli.console import Console
+from penstock.cli.data.commands import SampleSelection
 from penstock.cli.data.load_prepared import Prepared
-from penstock.cli.data.show import SampleSelection, show_samples
+from penstock.cli.data.show import show_samples
 from penstock.config.loading.load import loads
 from penstock.core.cache.store import get_or_build
 from penstock.media.reference import image_digest
@@ -50,7 +51,7 @@ def test_a_sample_is_shown_with_its_images_and_packed_with_their_tensors(tmp_pat
     planned = plan(loads(run), ("pack",))
     for step in planned.steps:
         get_or_build(step)
-    wanted = SampleSelection("train", 1, None, None, (0,))
+    wanted = SampleSelection(index=[0])
     [shown] = show_samples(Prepared(planned.run, planned.steps[0]), wanted, Console())["samples"]
     assert [(each["digest"], each["width"], each["height"]) for each in shown["images"]] == [
         (image_digest(content).hex(), *size)
@@ -98,7 +99,7 @@ def test_a_sample_is_shown_with_the_seconds_of_its_audio_and_packed_with_its_fea
     for step in planned.steps:
         get_or_build(step)
     prepared = Prepared(planned.run, planned.steps[0])
-    show_samples(prepared, SampleSelection("train", 1, None, None, (0,)), Console())
+    show_samples(prepared, SampleSelection(index=[0]), Console())
     digest = image_digest(SOUNDS["1.wav"]).hex()[:16]
     assert f"audio 0: {digest}, 0.31 s at 16000 Hz, 8 tokens" in capsys.readouterr().out
     row = PackedRows(planned.steps[1].path / "data" / "train").row(0)
@@ -122,7 +123,7 @@ def test_a_sample_is_shown_with_the_frames_of_its_video(tmp_path, capsys):
     planned = plan(loads(run), ("prepare",))
     for step in planned.steps:
         get_or_build(step)
-    wanted = SampleSelection("train", 1, None, None, (0,))
+    wanted = SampleSelection(index=[0])
     prepared = Prepared(planned.run, planned.steps[0])
     [shown] = show_samples(prepared, wanted, Console())["samples"]
     [video] = shown["images"]

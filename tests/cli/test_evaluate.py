@@ -37,11 +37,11 @@ def test_what_cannot_be_asked_is_told_with_what_can(tmp_path, monkeypatch):
     plain = run_in(tmp_path / "plain")
     assert "neither a run nor a model" in refused(tmp_path, EvalOptions())
     assert "nothing to ask it" in refused(model, EvalOptions())
-    assert "Add --harness and their names" in refused(run, EvalOptions(more_tasks=model))
+    assert "Add --harness and their names" in refused(run, EvalOptions(harness_tasks=model))
     assert "this run holds nothing out" in refused(plain, EvalOptions())
     assert "is no regular expression" in refused(run, EvalOptions(answer="("))
     assert "prepare has not been run" in refused(run, EvalOptions(), StageError)
-    assert "prepare has not been run" in refused(run, EvalOptions(tasks=("a",)), StageError)
+    assert "prepare has not been run" in refused(run, EvalOptions(harness="a"), StageError)
 
 
 def test_a_run_that_only_evaluates_has_no_model_to_ask(tmp_path, monkeypatch):

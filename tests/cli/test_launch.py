@@ -273,8 +273,9 @@ def test_what_cannot_be_launched_is_refused_with_what_to_write(tmp_path, monkeyp
     assert "hunter2" not in said.err
 
 
-def test_options_of_other_machines_are_refused_without_print(tmp_path):
-    said = penstock("launch", small_run(tmp_path), "--image", "x")
+@pytest.mark.parametrize("option", ["--image=x", "--mount=/x", "--gpus=0"])
+def test_options_of_other_machines_are_refused_without_print(tmp_path, option):
+    said = penstock("launch", small_run(tmp_path), option)
     assert said.code == 2
     assert "Add --print" in said.err
 

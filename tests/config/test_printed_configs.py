@@ -1,5 +1,6 @@
 """A config that is printed, in any form, is the same run when it is read again."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -35,12 +36,11 @@ def saved(run: RunConfig, folder: Path) -> str:
     return (folder / RESOLVED_CONFIG).read_text()
 
 
-def forms(run: RunConfig, folder: Path) -> dict[str, str]:
-    return {
-        "check": print_config(run, all_fields=False),
-        "check --all": print_config(run, all_fields=True),
-        "config.yaml": saved(run, folder),
-    }
+FORMS: dict[str, Callable[[RunConfig, Path], str]] = {
+    "check": lambda run, _: print_config(run, all_fields=False),
+    "check --all": lambda run, _: print_config(run, all_fields=True),
+    "config.yaml": saved,
+}
 
 
 def planned(run: RunConfig) -> list[tuple[str, str]] | type[PenstockError]:
@@ -53,14 +53,15 @@ def planned(run: RunConfig) -> list[tuple[str, str]] | type[PenstockError]:
 
 def assert_survives_printing(run: RunConfig, folder: Path) -> list[tuple[str, str]] | None:
     """Print the run in every form, read it, and compare all that it is and comes to."""
-    steps = planned(run)
-    for name, text in forms(run, folder).items():
+    steps, resolved = planned(run), resolve(run)
+    for name, printed in FORMS.items():
+        text = printed(run, folder)
         (folder / "printed.yaml").write_text(text)
         again = load(folder / "printed.yaml")
         assert again == run, name
-        assert resolve(again) == resolve(run), name
+        assert resolve(again) == resolved, name
         assert planned(again) == steps, name
-        assert forms(again, folder)[name] == text, name
+        assert printed(again, folder) == text, name
     return steps if isinstance(steps, list) else None
 
 
@@ -139,7 +140,8 @@ def test_a_row_length_that_samples_gave_is_not_printed_as_if_it_were_written(
     run = loads(smallest())
     fitted = run.model_copy(update={"data": run.data.with_row_length(512)})
     assert (fitted.data.row_length, fitted.data.last_batch) == (512, "drop_few")
-    assert forms(fitted, tmp_path) == forms(run, tmp_path)
+    for name, printed in FORMS.items():
+        assert printed(fitted, tmp_path) == printed(run, tmp_path), name
 
 
 TOLD = {

@@ -219,9 +219,10 @@ def test_a_file_that_is_written_while_it_is_sent_is_sent_again(machine, monkeypa
     put = RemotePath.put
 
     def written_meanwhile(self, path):
-        put(self, path)
+        info = put(self, path)
         path.write_bytes(b"changed")
         monkeypatch.undo()
+        return info
 
     (step.path / "a.txt").write_bytes(b"new")
     monkeypatch.setattr(RemotePath, "put", written_meanwhile)

@@ -10,9 +10,8 @@ from penstock.config.schema.run import RunConfig
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.estimate.costs.device_speed import find_machine
 from penstock.estimate.costs.estimate import build_cost_model, predict
-from penstock.estimate.dryrun.dry_run import run_jobs, summarize
+from penstock.estimate.dryrun.dry_run import RankChoice, run_jobs, select_ranks, summarize
 from penstock.estimate.dryrun.job import DryRunJob
-from penstock.estimate.dryrun.roles import RankChoice, select_ranks
 from penstock.estimate.dryrun.summary import DryRun
 from tests.engine import runs
 

@@ -13,7 +13,7 @@ from penstock.estimate.dryrun import fake_cuda
 from penstock.estimate.dryrun.dispatch import DryRunMode
 from penstock.estimate.dryrun.process_group import init_fake_process_group
 from penstock.estimate.dryrun.roofline import Roofline
-from penstock.estimate.dryrun.trace import Collective, Launch, Trace
+from penstock.estimate.dryrun.trace import Collective, HostSync, Launch, Trace
 
 Plant = Callable[[torch.Tensor], object]
 
@@ -72,7 +72,7 @@ def main() -> None:
             found[name] = {
                 "raised": raised,
                 "faults": [what for what, _ in trace.faults],
-                "syncs": [sync.call for sync in trace.syncs()],
+                "syncs": [r.call for r in trace.records if isinstance(r, HostSync)],
                 "copies": [one.name for one in launches if one.kind == "copy"],
                 "kernels": [one.name for one in launches if one.kind != "copy"],
                 "collectives": [

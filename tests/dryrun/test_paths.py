@@ -6,6 +6,7 @@ import pytest
 
 from tests.dryrun.cases import CASES
 from tests.dryrun.paths import run_paths
+from tests.turns import EVERY, todays
 
 pytestmark = pytest.mark.slow
 
@@ -29,6 +30,9 @@ MORE = {
 def pairs(layouts: Mapping[str, list[str]]) -> list[tuple[str, str]]:
     return [(path, name) for path, names in layouts.items() for name in names]
 
+
+TODAY = pairs(PATHS) if EVERY else todays(pairs(PATHS), 2)
+FURTHER = [step for step in pairs(PATHS) + pairs(MORE) if step not in TODAY]
 
 Found = dict[tuple[str, str], list[Mapping[str, object]]]
 
@@ -58,8 +62,8 @@ def found(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFacto
 @pytest.mark.parametrize(
     ("path", "layout"),
     [
-        *pairs(PATHS),
-        *(pytest.param(*more, marks=pytest.mark.exhaustive) for more in pairs(MORE)),
+        *TODAY,
+        *(pytest.param(*step, marks=pytest.mark.exhaustive) for step in FURTHER),
     ],
 )
 def test_a_path_beside_training_has_no_fault(found: Found, path: str, layout: str) -> None:

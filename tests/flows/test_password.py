@@ -22,9 +22,9 @@ from websockets.exceptions import WebSocketException
 from websockets.sync.client import connect
 from websockets.typing import Origin
 
+from penstock.cli import flow as cli_flow
 from penstock.cli.console import Console
 from penstock.cli.doctor import DoctorCheck, check_prefect_password
-from penstock.cli.flow import prefect as cli_prefect
 from tests.conftest import ROOT
 from tests.flows.server import FLOW, PREFECT, Prefect, free_port
 from tests.pipeline.runs import write_run
@@ -213,13 +213,13 @@ def test_deploying_and_flows_warn_of_a_server_without_a_password(
 ):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(Answering, "status", status)
-    monkeypatch.setattr(cli_prefect, "_prefect", lambda *_, **__: SimpleNamespace(returncode=0))
+    monkeypatch.setattr(cli_flow, "_prefect", lambda *_, **__: SimpleNamespace(returncode=0))
     require_server = runpy.run_path(str(ROOT / "flows" / "prefect_server.py"))["require_server"]
     with ThreadingHTTPServer(("127.0.0.1", 0), Answering) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         url = f"http://127.0.0.1:{server.server_port}/api"
-        monkeypatch.setattr(cli_prefect, "prefect_api_url", lambda: url)
-        cli_prefect.deploy("pool", Console(), write_only=False)
+        monkeypatch.setattr(cli_flow, "prefect_api_url", lambda: url)
+        cli_flow.deploy(Console(), "pool")
         deployed = "".join(capsys.readouterr())
         with temporary_settings({PREFECT_API_URL: url}):
             assert require_server()

@@ -323,6 +323,21 @@ def test_what_preparing_warns_of_is_in_the_log_of_the_run_once_and_only_while_it
     assert not log.handlers
 
 
+def test_what_a_cluster_warns_of_is_in_the_log_of_any_flow(tmp_path, monkeypatch):
+    import finetune
+
+    said, result = Said(), StageResult("prepare", "key", "ran", tmp_path, 0.0, {})
+    monkeypatch.setattr(finetune, "build_task_runner", lambda _: object())
+    monkeypatch.setattr(
+        finetune, "tokenize_on_cluster", lambda *_: process_warnings.log.warning("an odd template")
+    )
+    monkeypatch.setattr(finetune, "run_stage_with_retries", lambda *_: result)
+    run = load(write_run(tmp_path))
+    bring = finetune.build_stage_runner(run, said.logger)
+    assert [bring(plan(run), name, RebuildOptions()) for name in ("prepare", "pack")]
+    assert said.lines == ["WARNING an odd template"]
+
+
 def test_a_share_that_a_worker_prepares_brings_its_warnings_home_once_each():
     import cluster
 

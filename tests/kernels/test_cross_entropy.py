@@ -18,6 +18,7 @@ from penstock_kernels.cross_entropy import (
     cross_entropies,
     linear_cross_entropies,
     linear_cross_entropy,
+    linear_logits,
     slope_,
     tally,
 )
@@ -425,3 +426,16 @@ def test_what_does_not_fit_is_refused():
 def test_kernels_refuse_what_they_would_misread(logits, labels, reason):
     with pytest.raises(UnsupportedError, match=reason):
         tally.backend("triton")(logits.to(DEVICE), labels.to(DEVICE), PLAIN)
+
+
+def test_second_derivatives_are_refused():
+    x, matrix, labels = torch.ones(3, 4, requires_grad=True), torch.ones(5, 4), torch.arange(3)
+    for loss in (
+        linear_cross_entropy([(x, matrix)], labels),
+        linear_cross_entropies([(x, matrix)], labels).sum(),
+        cross_entropies(x @ matrix.t(), labels).sum(),
+        linear_logits([(x, matrix)]).sum(),
+    ):
+        (slope,) = torch.autograd.grad(loss.square(), x, create_graph=True)
+        with pytest.raises(RuntimeError, match="once_differentiable"):
+            slope.sum().backward()

@@ -181,6 +181,11 @@ def test_everything_not_computed_is_named_at_once():
         ({"num_key_value_heads": 4}, r"\(6\) is not a multiple of its num_key_value_heads \(4\)"),
         ({"head_dim": 7}, "head_dim is 7"),
         ({"num_hidden_layers": 0}, "num_hidden_layers is 0"),
+        ({"num_key_value_heads": True}, "num_key_value_heads is True; it must be an integer of 1"),
+        (
+            {"model_type": "mixtral", "num_experts_per_tok": True},
+            "experts_per_token is True; it must be an integer of 1 or more",
+        ),
         (
             {"model_type": "qwen2", "layer_types": ["sliding_attention"] * 3},
             "sliding_window is None, and 3 layers use it",

@@ -140,6 +140,12 @@ def test_what_is_not_computed_is_refused_by_its_name(fields, says):
         read("qwen3_5_text", **fields)
 
 
+@pytest.mark.parametrize("family", ["kimi_linear", "mellum"])
+def test_too_few_kinds_of_mlps_are_refused_by_their_name(family):
+    with pytest.raises(ConfigError, match=r"model's mlp_layer_types .* has 1 entries"):
+        read(family, mlp_layer_types=["sparse"])
+
+
 MAMBA_SIZES = {**SIZES, **HYBRID["granitemoehybrid"], "num_hidden_layers": 3}
 
 

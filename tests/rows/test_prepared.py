@@ -50,3 +50,7 @@ def test_a_judged_answer_is_read_back_with_its_judgement(tmp_path):
     found = {(sample.row, sample.desirable) for sample in both}
     assert found == {(0, True), (1, False), (2, True)}
     assert np.array_equal(held.epochs()[0], [0])
+    for split in (samples, held):
+        flags = [split.sample(index).desirable for index in range(len(split))]
+        assert split.desirable().tolist() == flags
+        assert split.desirable().dtype == np.bool_

@@ -5,6 +5,7 @@ import random
 import struct
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pytest
@@ -91,20 +92,14 @@ def tensors_in(path: Path) -> object:
         return [folder.stored(name) for name in folder.names()]
 
 
-def written(name: str, value: object) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        write_json(folder / name, value)
+def written(
+    name: str, value: Any, write: Callable[[Path, Any], None] = write_json
+) -> Callable[[Path], Path]:
+    def write_in(folder: Path) -> Path:
+        write(folder / name, value)
         return folder / name
 
-    return write
-
-
-def recorded(name: str, value: dict) -> Callable[[Path], Path]:
-    def write(folder: Path) -> Path:
-        write_record(folder / name, value)
-        return folder / name
-
-    return write
+    return write_in
 
 
 def run_with(name: str) -> Callable[[Path], Path]:
@@ -175,9 +170,12 @@ def attempt(folder: Path) -> Path:
 
 
 DIGESTED: dict[str, tuple[Callable[[Path], Path], Read]] = {
-    "manifest": (recorded(MANIFEST, {**FIELDS}), lambda p: read_manifest(p.parent)),
+    "manifest": (written(MANIFEST, {**FIELDS}, write_record), lambda p: read_manifest(p.parent)),
     "attempt": (attempt, lambda path: read_attempt(path.parent)),
-    "outcome": (recorded(OUTCOME, {"facts": {"steps": 3}}), lambda p: read_outcome(p.parent)),
+    "outcome": (
+        written(OUTCOME, {"facts": {"steps": 3}}, write_record),
+        lambda p: read_outcome(p.parent),
+    ),
     "job": (job, Job.read),
     "release": (
         shelf(f"0001/{MANIFEST}"),

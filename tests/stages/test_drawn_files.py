@@ -10,7 +10,6 @@ import random
 import struct
 import subprocess
 import sys
-import tarfile
 from collections import Counter
 
 import pyarrow as pa
@@ -19,19 +18,9 @@ import pytest
 
 from tests.media import pictures
 from tests.stages import fuzzing, hostile_content
+from tests.stages.tars import tar_of
 
 ROWS = [{"text": f"row {i} é " * 5, "label": str(i)} for i in range(30)]
-
-
-def archive():
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for i, record in enumerate(ROWS):
-            content = json.dumps(record).encode()
-            member = tarfile.TarInfo(f"{i:04d}.json")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return out.getvalue()
 
 
 def arrow(**options):
@@ -108,8 +97,8 @@ TOKENIZER = {
 TEMPLATE = b"{% for m in messages %}{{ m['role'] }}: {{ m.content | trim }}\n{% endfor %}"
 
 KINDS = {
-    "data tar": ("rows.tar", archive),
-    "data tar.gz": ("rows.tar.gz", lambda: gzip.compress(archive())),
+    "data tar": ("rows.tar", lambda: tar_of(ROWS)),
+    "data tar.gz": ("rows.tar.gz", lambda: gzip.compress(tar_of(ROWS))),
     "data arrow": ("rows.arrow", arrow),
     "data arrow zstd": ("rows.arrow", lambda: arrow(compression="zstd")),
     "data parquet": ("rows.parquet", parquet),

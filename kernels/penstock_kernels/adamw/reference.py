@@ -86,6 +86,7 @@ def adamw_(
             drawn = random_words(run, first_column, columns, weight.device)
         g = gradient_RK[rows_slice].float()
         m = first_RK[rows_slice].float()
+        # In the order of `lerp`, by which torch.optim.AdamW computes it.
         m = m + (g - m) * (1 - settings.beta1)
         v = second_RK[rows_slice].float() * settings.beta2 + g * g * (1 - settings.beta2)
         update = m / (v.sqrt() / settings.bias_correction2_sqrt + settings.eps)

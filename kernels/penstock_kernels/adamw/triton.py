@@ -23,8 +23,8 @@ from penstock_kernels.stochastic_rounding.draws import (
 
 @triton.jit
 def _store(ptrs, x, inside):
-    """x, of which bfloat16 holds every number where it is put as that."""
     if ptrs.dtype.element_ty == tl.bfloat16:
+        # No rounding: bfloat16 holds every number that is put as that.
         x = as_bfloat16(x)
     tl.store(ptrs, x, mask=inside)
 

@@ -191,8 +191,10 @@ class _Strips(torch.autograd.Function):
         dy_PnRH = lay.rows(dy_SNH)
         precise_dy_PnRH, precise_v_PWH = dy_PnRH.float(), v_PWH.float()
         dq_PnRH = torch.empty_like(q_PnRH)
+        # Each key gets a product from every later strip: the sum of rounded ones is kept in fp32.
         dk_PWH, dv_PWH = (torch.zeros_like(v_PWH, dtype=torch.float32) for _ in range(2))
         walk = _Walk(q_PnRH.float() * ctx.scale, k_PWH.float(), lay, q_PnRH.dtype)
+        # Not the memory of the probabilities, which softmax's backward reads beside it.
         slopes = walk.scratch(torch.float32)
         for strip in walk.strips():
             index, keys = (strip.pairs, strip.number), (strip.pairs, slice(strip.end))

@@ -70,6 +70,7 @@ def flex(
 def _compiled() -> Callable[..., Any]:
     from torch.nn.attention.flex_attention import flex_attention  # noqa: PLC0415
 
+    # As it is, flex_attention computes the whole matrix of scores.
     return torch.compile(flex_attention)
 
 
@@ -142,6 +143,7 @@ def _blocks(segments: VarlenMetadata, window: int | None) -> "BlockMask":
         start_nB = _in_blocks(start_T)
         some_nn &= query_n1 * BLOCK < start_nB.amax(1)
         every_nn &= query_n1 * BLOCK + (BLOCK - 1) < start_nB.amin(1)
+    # Not `create_block_mask`, which evaluates the mask for every pair of tokens.
     return BlockMask.from_kv_blocks(
         *_listed(some_nn & ~every_nn),
         *_listed(every_nn),

@@ -76,9 +76,9 @@ class _OneBlock(torch.autograd.Function):
         return dq_TNH, dk_TKH, dv_TKH, dsinks_N, None, None, None, None
 
 
+# All layers of a pass have the same documents, whose layout is found once.
 @lru_cache(maxsize=8)
 def _documents(lengths: tuple[int, ...]) -> VarlenMetadata:
-    """Found once for all layers."""
     return VarlenMetadata.of(lengths)
 
 
@@ -87,6 +87,7 @@ def _segments(
 ) -> VarlenMetadata:
     # On a CPU reading values waits for no device.
     documents = _documents(tuple(cu_seqlens.diff().tolist()))
+    # A memo of its own: documents of the same lengths may have other masks.
     return replace(documents, start_rows=start_rows_T, run_ends=run_ends_T, memo={})
 
 
@@ -131,6 +132,7 @@ def _backward(
     dq, dk, dv = sdpa.block_backward(
         dy_TNH, q_TNH, k_TKH, v_TKH, y_TNH, lse_TN, segments, scale, window
     )
+    # In the strides of the operator's fake kernel, which compiled code relies on.
     return dq.contiguous(), dk.contiguous(), dv.contiguous()
 
 

@@ -144,10 +144,9 @@ def _bounds(segments: VarlenMetadata) -> dict[str, Any]:
 def _past(
     segments: VarlenMetadata, window: int | None, *, everything: int | None
 ) -> tuple[int | None, int | None]:
-    """Window to the left and to the right. Without a window both are `everything`, and the causal
-    mask hides the right.
-    """
+    """Window to the left and to the right."""
     narrowed = segments.effective_window(window)
+    # Without a window both are `everything`, and the causal mask hides the right.
     return (everything, everything) if narrowed is None else (narrowed - 1, 0)
 
 

@@ -129,9 +129,7 @@ def _attend(
 
 
 class _ToSlots(torch.autograd.Function):
-    """Copy tokens into padded slots. Autograd's backward would scatter-add into zeros; gradients
-    of padding are exactly zero, so this backward is a copy as well.
-    """
+    """Copy tokens into padded slots."""
 
     @staticmethod
     def forward(ctx: Any, x_TNH: torch.Tensor, to: torch.Tensor, back: torch.Tensor):
@@ -141,6 +139,8 @@ class _ToSlots(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, dy_SNH: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         (back,) = ctx.saved_tensors
+        # Autograd's own would scatter-add into zeros; gradients of padding are exactly zero, so a
+        # copy is enough.
         return dy_SNH.index_select(0, back), None, None
 
 

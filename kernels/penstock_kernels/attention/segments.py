@@ -122,6 +122,7 @@ class VarlenMetadata:
 
     def causal(self) -> "VarlenMetadata":
         """The same documents without bidirectional runs."""
+        # Another memo: flex's block masks in this one have the runs.
         return self if self.run_ends is None else replace(self, run_ends=None, memo={})
 
     @staticmethod

@@ -25,6 +25,7 @@ def _documents(cu_seqlens_ptr, token, num_documents):
     low = tl.zeros_like(token)
     high = low + num_documents
     remaining = num_documents
+    # As many steps for all tokens: the condition of a loop in Triton is a scalar.
     while remaining > 1:
         middle = (low + high) // 2
         is_later = tl.load(cu_seqlens_ptr + middle) <= token
@@ -328,8 +329,7 @@ def _gradients(
     cu_seqlens: torch.Tensor,
     silu: bool,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Gradients of x, weight, bias and the initial states; those of absent inputs are empty,
-    since a custom operator returns tensors alone."""
+    """Gradients of x, weight, bias and the initial states; those of absent inputs are empty."""
     dy, x, weight = dy.contiguous(), x.contiguous(), weight.contiguous()
     dfinal, initial = (None if s is None else s.contiguous() for s in (dfinal, initial))
     (T, C), width, documents = x.shape, weight.shape[1], len(cu_seqlens) - 1
@@ -345,6 +345,7 @@ def _gradients(
     _backward[(parts, blocks)](
         *inputs, dx, dweight, dbias, T, C, documents, rows_each, **kind, **TILE
     )
+    # Empty, not None: a custom operator returns tensors alone.
     dinitial = x.new_empty(0)
     if initial is not None:
         dinitial = initial.new_empty(initial.shape)

@@ -16,9 +16,8 @@ BLOCK = 1024
 
 @triton.jit
 def _read(both_ptr, n, BLOCK: tl.constexpr):
-    """Gate and up, unclamped. They are interleaved and read as whole vectors, which each thread
-    splits.
-    """
+    """Gate and up, unclamped."""
+    # They are interleaved: whole vectors are read, which each thread splits.
     offs = tl.program_id(0).to(tl.int64) * (2 * BLOCK) + tl.arange(0, 2 * BLOCK)
     # Not `offs < 2 * n`: n is int32, and its double overflows.
     gate_up = tl.load(both_ptr + offs, mask=offs // 2 < n, other=0).to(tl.float32)

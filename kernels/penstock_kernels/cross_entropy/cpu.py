@@ -94,6 +94,7 @@ def _to_slopes(
     y_RV.mul_(rises.share[:, None])
     if rises.floor is not None:
         y_RV.sub_(rises.floor[:, None])
+    # `scatter_add_` cannot leave out a row: for a label of -1 it adds 0 to entry 0.
     hit_R = rises.hit.masked_fill(label_R < 0, 0)
     y_RV.scatter_add_(1, label_R.clamp(min=0)[:, None], -hit_R[:, None])
     if bend_RV is not None:

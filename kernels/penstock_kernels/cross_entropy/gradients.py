@@ -33,6 +33,7 @@ def scaled_product_(
         # Another dtype than the product's is supported on GPUs only.
         kind = {} if out.dtype == left.dtype else {"out_dtype": out.dtype}
         return torch.addmm(out, left, right, **kind, beta=beta, alpha=scale, out=out)
+    # `alpha` of `addmm` is a number on the host, for which the device would be waited for.
     product = torch.mm(left, right, out_dtype=torch.float32).mul_(scale)
     return out.mul_(beta).add_(product) if beta else out.copy_(product)
 
@@ -45,6 +46,7 @@ def largest(upstream: torch.Tensor) -> Scale:
         return 1.0
     amax = upstream.abs().amax()
     amax = amax.where(amax > 0, 1.0)
+    # Reading it from a GPU would wait for all that is queued there.
     return amax.item() if upstream.device.type == "cpu" else amax
 
 

@@ -11,12 +11,15 @@ dimension of a product. Functions that return a loss for each token also take la
 tokens with L labels, each with its own loss.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch._C._autograd import _get_current_graph_task_keep_graph
+from torch.autograd.function import once_differentiable
 
 from penstock_kernels.cross_entropy import reference
 from penstock_kernels.cross_entropy.gradients import largest, scale_
@@ -188,6 +191,7 @@ class _Summed(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, work: _Work, scale: float, *sides: torch.Tensor) -> torch.Tensor:
         gradients = SideGradients(ctx.needs_input_grad[2:], sides, work.num_chunks, scale)
+        # In the dtype of the first rows: autocast would multiply those in fp32 in 16 bits.
         with torch.autocast(sides[0].device.type, enabled=False):
             needs_grad = any(ctx.needs_input_grad)
             total = _total(work, computed(sides), gradients if needs_grad else None)
@@ -196,6 +200,7 @@ class _Summed(torch.autograd.Function):
         return total * scale
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         gradients = ctx.saved_tensors
         # Some pipeline schedules run one backward pass for each operand. All but the last pass
@@ -232,6 +237,7 @@ class _Each(torch.autograd.Function):
         return found_S
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, (own_S, whole_S, *sides) = ctx.work, ctx.saved_tensors
         rounds = sides[0].dtype != precise(sides[0])
@@ -275,6 +281,7 @@ class _OfLogits(torch.autograd.Function):
         return losses(merged, ctx.entries, terms)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         logits_CV, labels_C, own_C, whole_C = ctx.saved_tensors
         rises = slopes(own_C, whole_C, ctx.entries, ctx.terms, grads[0])

@@ -175,6 +175,7 @@ def tally_by(
     if labels.dim() == 1:
         return tally(logits_CV, labels, terms)
     stats = tally(logits_CV, _nowhere(labels), terms)
+    # `gather` takes no -1: such labels read entry 0, and are masked below.
     own_CK = reference.capped(logits_CV.gather(1, labels.clamp(min=0)), terms)
     return stats._replace(target=own_CK.masked_fill(labels < 0, 0))
 

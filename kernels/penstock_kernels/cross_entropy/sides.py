@@ -4,10 +4,13 @@ S tokens, C those of a chunk; V entries of the local vocabulary; K the contracte
 product.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from penstock_kernels.cross_entropy.gradients import (
     Scale,
@@ -123,6 +126,7 @@ class _Logits(torch.autograd.Function):
         return logits_SV.to(precise(first_SK))
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         sides = ctx.saved_tensors
         dtype = sides[0].dtype

@@ -65,6 +65,7 @@ def _tally(
     SMOOTHED: tl.constexpr,
     BLOCK: tl.constexpr,
 ):
+    # 64 bits: logits of a whole vocabulary may be more than 2^31 numbers.
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * stride
     # EACH logits side by side are one thread's: they share a maximum, and one exponential rescales
@@ -76,10 +77,12 @@ def _tally(
     for start in range(0, V, BLOCK):
         inside = start + lanes < V
         y = tl.load(logits_ptr + start + lanes, mask=inside, other=float("-inf")).to(tl.float32)
+        # The cap turns the -inf of lanes past the vocabulary into a finite -cap.
         if CAPPED:
             y = tl.where(inside, _capped(y, cap), float("-inf"))
         if SMOOTHED:
             totals += tl.sum(tl.where(inside, y, 0.0), axis=1)
+        # In base 2, that of the hardware's exponential: `exp` would multiply each number again.
         y *= LOG2_E
         now = tl.maximum(largest, tl.max(y, axis=1))
         sums = sums * tl.exp2(largest - now) + tl.sum(tl.exp2(y - now[:, None]), axis=1)

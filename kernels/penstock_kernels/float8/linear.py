@@ -8,6 +8,7 @@ T rows of x, K columns in, N out.
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from penstock_kernels.custom_op import keep_inputs, operator
 from penstock_kernels.float8.float8_matrix import Float8Matrix, shape_of_scales
@@ -74,6 +75,7 @@ class _Linear(torch.autograd.Function):
         return y_TN
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dy_TN: torch.Tensor) -> tuple[Any, ...]:
         weight_NK, scales, x, x_scales = ctx.saved_tensors
         if x is not None and ctx.keeps_codes:

@@ -106,6 +106,8 @@ def turned(x: torch.Tensor, block: int | None) -> torch.Tensor:
 def transposed(matrix: Float8Matrix) -> Float8Matrix:
     """The quantized transpose, where scales are shared along columns as along rows."""
     assert matrix.sharing in ("tensor", "tiles"), matrix.sharing
+    # A stored transpose: torch's scaled matmuls (2.13) take the first matrix by rows and the second
+    # by columns alone.
     return Float8Matrix(transpose(matrix.codes), matrix.scales.mT.contiguous(), matrix.sharing)
 
 

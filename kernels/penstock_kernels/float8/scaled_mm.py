@@ -62,9 +62,9 @@ def unsupported_reason(
 
 
 def _multiply_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dtype) -> torch.Tensor:
-    """cuBLAS takes 1x128 scales in column-major order, and 128x128 scales in row-major order."""
     groups, tiles = F.ScalingType.BlockWise1x128, F.ScalingType.BlockWise128x128
     of_tiles = b_NK.sharing == "tiles"
+    # cuBLAS takes 1x128 scales in column-major order, and 128x128 scales in row-major order.
     return F.scaled_mm(
         a_MK.codes,
         b_NK.codes.t(),
@@ -98,15 +98,15 @@ def _unsupported_blocks(a_MK: Float8Matrix, b_NK: Float8Matrix, dtype: torch.dty
 
 @cache
 def _supports_block_scaling(device: torch.device) -> bool:
-    """cuBLAS supports it on compute capability 9.0 only, from CUDA 12.9 on."""
+    # cuBLAS supports it on compute capability 9.0 only, from CUDA 12.9 on.
     cuda = tuple(int(part) for part in (torch.version.cuda or "0").split(".")[:2])
     return torch.cuda.get_device_capability(device) == (9, 0) and cuda >= (12, 9)
 
 
 def _whole(codes: torch.Tensor) -> torch.Tensor:
-    """Columns padded with zeros to the multiple that CUDA requires."""
     if not codes.is_cuda:
         return codes
+    # Zeros up to the multiple of columns that CUDA requires.
     missing = -codes.shape[1] % MULTIPLE
     # F.pad does not support float8.
     return F.pad(codes.view(torch.uint8), (0, missing)).view(codes.dtype) if missing else codes

@@ -39,8 +39,11 @@ ROWS = 32
 def _scale_of(largest, EXPONENT: tl.constexpr):
     """The smallest power of two that brings a magnitude into range; see `compute_scales`."""
     bits = largest.to(tl.int32, bitcast=True)
+    # The largest numbers, 448 and 57344, are 1.75 times a power of two: 0x600000 is that mantissa.
     exponent = (bits >> 23) - EXPONENT + ((bits & 0x7FFFFF) > 0x600000).to(tl.int32)
+    # An exponent field of 0 would make a scale of 0.
     scale = (tl.maximum(exponent, 1) << 23).to(tl.float32, bitcast=True)
+    # Infinity and NaN have the largest exponent, and magnitudes have no sign bit.
     return tl.where(bits < 0x7F800000, scale, float("nan"))
 
 

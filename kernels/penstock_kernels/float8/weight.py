@@ -48,6 +48,8 @@ class Float8WeightShard(torch.Tensor):
     ) -> Any:
         """A view of the full tensor keeps this class."""
         aten = torch.ops.aten
+        # FSDP2 calls `as_strided` on what it gathered, and nn.Parameter calls `detach`: both must
+        # give this class.
         if function in (aten.detach.default, aten.as_strided.default):
             weight = args[0]
             if function is aten.detach.default or tuple(args[1]) == tuple(weight.shape):

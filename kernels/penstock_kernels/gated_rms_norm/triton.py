@@ -49,6 +49,7 @@ def _forward(
     if not NORM_FIRST:
         x *= gated
     mean = tl.sum(x * x, axis=1) / D + eps
+    # Rows past the last are zeros: with an eps of 0 they would be divided by.
     scale = 1 / tl.sqrt(tl.where(token < tokens, mean, 1.0))
     tl.store(scale_ptr + row, scale, mask=token < tokens)
     weight = tl.load(weight_ptr + group * D + offs, mask=offs < D, other=0)
@@ -170,6 +171,7 @@ def _gradients(
     # Whole tiles: the last of every part would be masked otherwise.
     tokens_each = cdiv(cdiv(tokens, MOST_PARTIALS), launch["ROWS"]) * launch["ROWS"]
     parts = cdiv(tokens, tokens_each)
+    # A sum for each program, added up below: atomic additions would come in any order.
     dweight = x.new_empty(parts, groups * D, dtype=torch.float32)
     _backward[(parts, groups)](
         *(x.contiguous(), gate.contiguous(), weight.contiguous(), dy.contiguous(), scale),

@@ -87,6 +87,7 @@ def _backward(
     up = tl.load(up_ptr + span * up_stride + offs, mask=inside, other=0).to(tl.float32)
     dy = tl.load(dy_ptr + span * length + offs, mask=inside, other=0).to(tl.float32)
     share, slope = _share(gate, ACTIVATION)
+    # d (g s(g)) / dg = s(g) + g s'(g).
     tl.store(dgate_ptr + grad_offs, dy * up * (share + gate * slope), mask=inside)
     tl.store(dup_ptr + grad_offs, dy * gate * share, mask=inside)
 
@@ -124,6 +125,7 @@ def _write_gradients(
 ) -> None:
     """Into dgate and dup, whose spans begin grad_stride apart."""
     blocks = cdiv(gates.length, BLOCK)
+    # dy may be expanded, as the gradient of a sum is, and the kernel reads its memory in order.
     tensors = gates.tensor, ups.tensor, dy.contiguous(), dgate, dup
     sizes = gates.length, gates.stride, ups.stride, grad_stride, blocks
     _backward[(dy.numel() // gates.length * blocks,)](
@@ -170,7 +172,7 @@ def _packed_fake(gate_up: torch.Tensor, _: str) -> torch.Tensor:
 
 
 def _packed_gradients(gate_up: torch.Tensor, dy: torch.Tensor, activation: str) -> torch.Tensor:
-    """One tensor for both halves: those of two tensors would be copied together."""
+    # One tensor for both halves: those of two tensors would be copied together.
     dboth, width = gate_up.new_empty(gate_up.shape), gate_up.shape[-1] // 2
     if dboth.numel():
         halves = gate_up.contiguous().chunk(2, dim=-1)

@@ -46,9 +46,11 @@ def _by_rows(x_TK: torch.Tensor, weight_GNK: torch.Tensor, counts_G: torch.Tenso
         return x_TK.new_zeros(0, weight_GNK.shape[1])
     if _is_evened(x_TK):
         return loops.padded_by_rows(x_TK, weight_GNK, counts_G)
+    # `cumsum` of integers gives int64 by itself, and grouped_mm takes offsets in int32.
     ends_G = counts_G.cumsum(0, dtype=torch.int32)
     # A view: grouped_mm takes either memory layout of a matrix, if one stride is 1.
     weight_GKN = with_unit_stride(weight_GNK).mT
+    # grouped_mm does not write rows past the last offset (torch 2.13).
     return zero_tail_rows(F.grouped_mm(x_TK.contiguous(), weight_GKN, offs=ends_G), ends_G)
 
 

@@ -78,6 +78,7 @@ def _by_rows(
     """One tile of y. `WEIGHT` is the weight's contiguous dimension: contracted or output."""
     row_tile, column_tile = _place(tl.program_id(0), most_tiles, tl.cdiv(N, COLUMNS), BAND)
     groups = tl.arange(0, GROUPS)
+    # Lanes past the groups end after every tile, so that they are not counted below.
     tile_ends = tl.load(bounds_ptr + 2 * (G + 1) + groups, mask=groups <= G, other=2147483647)
     group = tl.sum((tile_ends <= row_tile).to(tl.int32), axis=0)
     if group <= G:
@@ -91,6 +92,7 @@ def _by_rows(
         # Rows past the groups belong to no matrix: zeros are stored without a product.
         contracted = tl.where(group < G, K, 0)
         if COPY == "pointers":
+            # Rows past the end read the last one again: loads need no mask, and the store has one.
             x_rows = x + tl.minimum(rows, end - 1).to(tl.int64)[:, None] * x_stride
             matrix = weight + group.to(tl.int64) * weight_stride_g
             matrix_columns = matrix + columns[None, :] * weight_stride_n
@@ -110,6 +112,7 @@ def _by_rows(
                 b = tl.load(matrix_columns + offs[:, None] * weight_stride_k, mask=inside, other=0)
             if UPCAST:
                 a, b = a.to(tl.float32), b.to(tl.float32)
+            # By default Triton rounds fp32 operands to TF32.
             acc = tl.dot(a, b, acc, input_precision="ieee")
         y_at = y_ptr + rows.to(tl.int64)[:, None] * N + columns[None, :]
         inside = (rows < end)[:, None] & (columns < N)[None, :]

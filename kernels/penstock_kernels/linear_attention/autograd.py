@@ -40,6 +40,7 @@ def differentiable(
         # Read once: under activation checkpointing each read recomputes, and a second one raises.
         tensors = ctx.saved_tensors
         inputs, saved = tensors[:7], tensors[7:]
+        # Gradients are not materialized: only the final states have one.
         if dy_TNV is None:
             dy_TNV = torch.zeros_like(inputs[2])
         return needed(ctx, gradients_of(dy_TNV, dfinal_BNKV, *saved, *inputs, *ctx.options))

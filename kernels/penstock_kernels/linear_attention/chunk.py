@@ -126,6 +126,7 @@ def backward(
     dread = dread_HRCV.flatten(1, 2)
     dproducts_HRCC = torch.bmm(dread, updates_HCV.mT).unflatten(1, dread_HRCV.shape[1:3])
     if beta_HC1 is not None:
+        # `_solution` reads A below its diagonal alone.
         dproducts_HRCC[:, 1].tril_(-1)
     drows_HRCK = torch.zeros_like(rows_HRCK)
     dstate_HKV = None if dnext_HKV is None else dnext_HKV * decays.total
@@ -145,6 +146,7 @@ def backward(
     dsums_HCK = (rows_HRCK * drows_HRCK).sum(1)
     dsums_HCK.addcmul_(k_HCK, dk_HCK, value=-1)
     if dtotal_HK is not None:
+        # What decays until the chunk's end depends on the last sum.
         dsums_HCK[:, -1] += dtotal_HK
     if beta_HC1 is not None:
         dk_HCK += drows_HRCK[:, 1]
@@ -160,8 +162,8 @@ def _updates(chunk: Chunk, deltas_HCV: torch.Tensor | None) -> torch.Tensor:
 
 
 def _solution(products_HCC: torch.Tensor, beta_HC1: torch.Tensor) -> torch.Tensor:
-    """X of (I + A beta) X = A: then D = r - X (beta r) solves (I + A beta) D = r, and the
-    transposed X solves the transposed system of the gradients."""
+    # X of (I + A beta) X = A: then D = r - X (beta r) solves (I + A beta) D = r, and the transposed
+    # X solves the transposed system of the gradients.
     return torch.linalg.solve_triangular(
         products_HCC * beta_HC1.mT, products_HCC.tril(-1), upper=False, unitriangular=True
     )

@@ -49,11 +49,12 @@ class _Packed:
 
     def read(self, x: torch.Tensor, tokens: slice) -> torch.Tensor:
         """A chunk of a tensor [T, heads, ...] as [N, C, ...]; a key head is repeated for its value
-        heads. Decays by channel halve chunks, so zeros fill them up to a power of 2."""
+        heads."""
         chunk = x[tokens].transpose(0, 1).to(self.wide)
         if x.shape[1] < self.num_heads:
             chunk = chunk.repeat_interleave(self.num_heads // x.shape[1], dim=0)
         length = tokens.stop - tokens.start
+        # Decays by channel halve chunks, so zeros fill them up to a power of 2.
         if self.log_decay.ndim == 3 and (missing := next_power_of_2(length) - length):
             chunk = F.pad(chunk, (*[0, 0] * (chunk.ndim - 2), 0, missing))
         return chunk
@@ -89,6 +90,7 @@ def _forward(
     y_TNV = v_TNV.new_empty(v_TNV.shape)
     deltas_TNV = v_TNV.new_empty((0,) if beta_TN is None else v_TNV.shape, dtype=packed.wide)
     final_BNKV = v_TNV.new_empty(packed.state_shape, dtype=packed.wide)
+    # Autocast would multiply in 16 bits what is computed in fp32 here.
     with torch.autocast("cpu", enabled=False):
         for document, chunks in packed.documents():
             state = _state(initial_state_BNKV, document, packed.wide)
@@ -141,6 +143,7 @@ def _backward(
     inputs = q_TGK, k_TGK, v_TNV, log_decay_TN, beta_TN
     packed = _Packed(*inputs, cu_seqlens, scale)
     *by_token, dinitial_BNKV = empty_like(*inputs, initial_state_BNKV)
+    # Autocast would multiply in 16 bits what is cast to fp32 or wider here.
     with torch.autocast("cpu", enabled=False):
         for document, chunks in packed.documents():
             state = _state(initial_state_BNKV, document, packed.wide)

@@ -32,6 +32,7 @@ def ssd(
     Returns:
         Outputs [T, N, P], and each document's last state, [B, N, S, P].
     """
+    # dt is in fp32, and kernels take values in the dtype of queries and keys.
     scaled_TNP = (x_TNP * dt_TN.unsqueeze(-1)).to(x_TNP.dtype)
     inputs: tuple[Any, ...] = (C_TGS, B_TGS, scaled_TNP, dt_TN * A_N, None, segments, 1.0)
     y_TNP, state_BNSP = linear_attention(*inputs, initial_state_BNSP)

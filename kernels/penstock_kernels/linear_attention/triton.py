@@ -85,6 +85,8 @@ def _run(
         **flags,
         **{"num_warps": PRODUCT_WARPS, "num_stages": 1},
     )
+    # In the dtype of v: products round their operands to it anyway. The scan itself goes on in
+    # fp32.
     states = v.new_empty(num_chunks, N, K, V)
     scan = tile_of_scan(K, V)
     forward.scan_states[(len(firsts) - 1, N, cdiv(V, scan["BLOCK_V"]))](
@@ -155,6 +157,7 @@ def _gradients(
     blocks_k, blocks_v = cdiv(K, small["BLOCK_K"]), cdiv(V, scan["BLOCK_V"])
     flags = {"CHANNELS": by_channel, "UPCAST": INTERPRETED}
     states, dstates = v.new_empty(num_chunks, N, K, V), v.new_empty(num_chunks, N, K, V)
+    # States are computed again from the saved deltas: K x V numbers for each chunk are not kept.
     forward.scan_states[(documents, N, blocks_v)](
         *(k, v, sums, beta, None, deltas, initial, chunks, firsts, states, None),
         *(G, N, K, V),

@@ -21,6 +21,7 @@ from penstock_kernels.linear_attention.triton_tiles import (
 )
 
 
+# Both vary by micro-batch: Triton would compile for multiples of 16, for 1 and for the rest.
 @triton.jit(do_not_specialize=["num_documents", "num_chunks"])
 def plan(cu_seqlens_ptr, chunks_ptr, firsts_ptr, num_documents, num_chunks, BLOCK: tl.constexpr):
     """Each document's first chunk, [B + 1], and each chunk's first token and length, [chunks, 2]:
@@ -163,6 +164,7 @@ def scan_states(
         state += tl.load(initial_at, mask=inside, other=0).to(tl.float32)
     for chunk in range(tl.load(firsts_ptr + document), tl.load(firsts_ptr + document + 1)):
         start, length = tl.load(chunks_ptr + chunk * 2), tl.load(chunks_ptr + chunk * 2 + 1)
+        # In int64: chunks times the numbers of their states may exceed 2^31.
         ptrs = states_ptr + (tl.cast(chunk, tl.int64) * N + head) * K * V + in_state
         tl.store(ptrs, state, mask=inside)
         k = load_rows(k_ptr, start, length, key_head, G, K, 0, BLOCK_K).to(tl.float32)

@@ -67,6 +67,8 @@ def load_sums(
 @triton.jit
 def decay(exponent):
     """exp, of 0 or less where rows are tokens."""
+    # Rows past the end have a sum of 0: since an earlier border it may overflow, and inf * 0 is
+    # NaN.
     return tl.exp(tl.minimum(exponent, 0.0))
 
 
@@ -74,6 +76,7 @@ def decay(exponent):
 def dot_of_fp32(a, b, like_ptr):
     """A product of tiles in fp32; of results that are rounded to 16 bits, in fewer of its bits."""
     if like_ptr.dtype.element_ty == tl.float32:
+        # Three TF32 products are about as exact as one of fp32, which tensor cores do not have.
         return tl.dot(a, b, input_precision="tf32x3")
     else:
         return tl.dot(a, b, input_precision="tf32")
@@ -86,6 +89,7 @@ def dot(a, b, like_ptr, UPCAST: tl.constexpr):
     a, b = a.to(like_ptr.dtype.element_ty), b.to(like_ptr.dtype.element_ty)
     if UPCAST:
         a, b = a.to(tl.float32), b.to(tl.float32)
+    # Of fp32: three TF32 products on tensor cores, nearly as exact as fp32.
     return tl.dot(a, b, input_precision="tf32x3")
 
 

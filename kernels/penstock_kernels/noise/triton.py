@@ -58,6 +58,7 @@ def _add(
     inside = (row < R)[:, None]
     row = row.to(tl.int64)
     runs = tl.arange(0, RUNS)
+    # Lanes past the last run end at R, which no row inside reaches.
     ends = tl.load(runs_ptr + runs, mask=runs < num_runs, other=R)
     run = tl.sum((ends[None, :] <= row[:, None]).to(tl.int32), axis=1)
     run = tl.minimum(run, num_runs - 1)

@@ -13,6 +13,7 @@ from penstock_kernels.permute.reference import NO_EXPERT, Order, key_dtype
 BLOCK = 1024
 
 
+# R varies by micro-batch, and Triton compiles anew for a multiple of 16.
 @triton.jit(do_not_specialize=["R"])
 def _keys(choice_ptr, keys_ptr, R, num_experts, BLOCK: tl.constexpr):
     """The expert of each copy; num_experts, which is sorted last, for none."""

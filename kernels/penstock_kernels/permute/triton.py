@@ -27,6 +27,7 @@ def _copy(x_ptr, copy_of_row_ptr, rows_ptr, K, D, BLOCK: tl.constexpr):
     row = tl.program_id(0).to(tl.int64)
     offs = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     copy = tl.load(copy_of_row_ptr + row)
+    # The row of no copy would begin before the memory: nothing is read, and zeros are stored.
     width = tl.where(copy >= 0, D, 0)
     x = tl.load(x_ptr + copy // K * D + offs, mask=offs < width, other=0)
     tl.store(rows_ptr + row * D + offs, x, mask=offs < D)

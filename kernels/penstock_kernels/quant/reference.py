@@ -86,13 +86,11 @@ def require_finite(quantized: QuantizedTensor) -> QuantizedTensor:
 
 
 def _nf4(weight_NK: torch.Tensor, group: int, _: Any) -> tuple[torch.Tensor, ...]:
-    """Each group is divided by its absolute maximum, and each value rounded to a level.
-
-    Ties go to the lower level, as in bitsandbytes; scales stay float32 (no double quantization).
-    """
+    """Each group is divided by its absolute maximum, and each value rounded to a level."""
     x = _split_groups(weight_NK, group)
     scales = x.abs().amax(-1).clamp(min=SMALLEST)
     midpoints = torch.tensor(NF4_MIDPOINTS, device=x.device)
+    # Ties go to the lower level, as in bitsandbytes; scales stay float32.
     # The number of midpoints strictly below.
     return _pack(torch.bucketize(x / scales[..., None], midpoints, out_int32=True)), scales
 
@@ -106,15 +104,12 @@ def _int4(weight_NK: torch.Tensor, group: int, _: Any) -> tuple[torch.Tensor, ..
 
 
 def _nvfp4(weight_NK: torch.Tensor, group: int, largest: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """16 columns share an e4m3 scale, and a matrix a float32 scale of those.
-
-    Values are divided by their group's absolute maximum, not by its rounded scale, and ties are
-    rounded up in magnitude, as in the published test vectors. (Dividing by the rounded scale, with
-    ties down, is another convention of the same layout.)
-    """
+    """16 columns share an e4m3 scale, and a matrix a float32 scale of those."""
     x = _split_groups(weight_NK, group)
     of_group = x.abs().amax(-1).clamp(min=SMALLEST)
     largest = largest.clamp(min=SMALLEST)
+    # By the group's maximum, not by its rounded scale, with ties up in magnitude, as in the
+    # published test vectors. The rounded scale, with ties down, is another convention.
     scaled = (x * (x.new_full((), E2M1_MOST) / of_group)[..., None]).clamp(-E2M1_MOST, E2M1_MOST)
     scales = (of_group / largest * E4M3_MOST).clamp(max=E4M3_MOST).to(torch.float8_e4m3fn)
     return _pack(_e2m1(scaled)), scales, nvfp4_global_scales(largest)
@@ -126,13 +121,13 @@ def nvfp4_global_scales(largest: torch.Tensor) -> torch.Tensor:
 
 
 def _mxfp4(weight_NK: torch.Tensor, group: int, _: Any) -> tuple[torch.Tensor, ...]:
-    """32 columns share a power of two (e8m0): the one in the group's absolute maximum, divided by
-    4, the one in 6 (OCP Microscaling Formats 1.0, section 6.3). Ties are rounded up in magnitude.
-    A group with numbers that are not finite has a scale of NaN.
-    """
+    """32 columns share a power of two (e8m0). Ties are rounded up in magnitude. A group with
+    numbers that are not finite has a scale of NaN."""
     x = _split_groups(weight_NK, group)
     # SMALLEST is about 2^-40, so that the biased exponent stays far above 2.
     exponent = x.abs().amax(-1).clamp(min=SMALLEST).view(torch.int32) >> 23 & 255
+    # The maximum's power of two divided by 4, the one in 6 (OCP Microscaling 1.0, section 6.3).
+    # 255 is e8m0's NaN; 6, the largest E2M1 number, has exponent 2 (OCP Microscaling 1.0, 6.3).
     biased = torch.where(exponent == 255, 255, exponent - 2)
     scales = biased.to(torch.uint8).view(torch.float8_e8m0fnu)
     scaled = (x / scales.float()[..., None]).clamp(-E2M1_MOST, E2M1_MOST)

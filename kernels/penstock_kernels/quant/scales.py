@@ -73,6 +73,7 @@ def row_maxima(
 
 
 def _largest(weight: torch.Tensor, dims: tuple[int, ...]) -> torch.Tensor:
+    # Not abs and amax, which would write as many numbers as they read.
     maxima = torch.linalg.vector_norm(weight, float("inf"), dim=dims, keepdim=True).float()
     return torch.where(maxima.isnan(), float("inf"), maxima)
 

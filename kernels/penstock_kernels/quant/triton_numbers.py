@@ -86,6 +86,7 @@ def to_e5m2(x):
 def e2m1_code(x):
     """Codes of numbers from -6 to 6, ties up in magnitude."""
     size = tl.abs(x)
+    # E2M1 has 0, 0.5, 1 and 1.5 in even steps, and then 2, 3, 4 and 6.
     fine = tl.minimum((2 * size + 0.5).to(tl.int32), 3)
     coarse = 4 + (size >= 2.5).to(tl.int32) + (size >= 3.5).to(tl.int32)
     coarse += (size >= 5.0).to(tl.int32)

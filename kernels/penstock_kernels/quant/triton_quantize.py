@@ -38,6 +38,7 @@ from penstock_kernels.quant.triton_numbers import (
 TILE = FORMATS["block_fp8"].tile_rows
 
 
+# R is another for each matrix, and Triton compiles anew for a multiple of 16.
 @triton.jit(do_not_specialize=["R"])
 def _by_groups(
     w_ptr,

@@ -55,8 +55,8 @@ def rms_norm(
 
 
 def _factor(weight_D: torch.Tensor, dtype: torch.dtype, plus_one: bool) -> torch.Tensor:
-    """The factor of the normalized features in fp32: the weight rounded to x's dtype, or 1 plus
-    the weight as it is."""
+    """The factor of the normalized features in fp32."""
+    # As in transformers: Llama multiplies by the weight in x's dtype, and Gemma adds 1 in fp32.
     return weight_D.float() + 1 if plus_one else weight_D.to(dtype).float()
 
 

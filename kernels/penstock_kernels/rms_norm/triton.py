@@ -227,7 +227,7 @@ def _gradients(
 
 
 def _constants(spans: Spans, D: int) -> dict[str, int]:
-    """A model has few layouts of rows, so a program for each is worth it."""
+    # A model has few layouts of rows, so a program for each is worth it.
     return {"SPAN": spans.length // D if spans.stride else 0, "SPAN_STRIDE": spans.stride}
 
 

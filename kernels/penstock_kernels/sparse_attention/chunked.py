@@ -111,7 +111,7 @@ def _forward(
 
 
 def _computed(x: torch.Tensor) -> torch.dtype:
-    """CPUs without matrix units for 16-bit dtypes are faster in fp32."""
+    # CPUs without matrix units for 16-bit dtypes are faster in fp32.
     return torch.promote_types(x.dtype, torch.float32) if x.device.type == "cpu" else x.dtype
 
 
@@ -125,9 +125,10 @@ def _backward(
     queries: Sequence[int],
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Each chunk is computed again. Gradients of keys and values are summed in fp32 or wider."""
+    """Each chunk is computed again."""
     wide = torch.promote_types(q_TNH.dtype, torch.float32)
     dq_TNH = torch.empty_like(q_TNH, memory_format=torch.contiguous_format)
+    # In fp32 or wider: many chunks add to the gradients of a key.
     dk_TNH, dv_TNH = (
         torch.zeros(part.shape, dtype=wide, device=part.device) for part in (k_TNH, v_TNH)
     )

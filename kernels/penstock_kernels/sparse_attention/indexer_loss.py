@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+from torch.autograd.function import once_differentiable
 
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.sparse_attention import chunked
@@ -103,6 +104,7 @@ class _IndexerLoss(torch.autograd.Function):
             ctx.save_for_backward(*(part.new_empty(()).expand(part.shape) for part in index))
             return total
         grads = [torch.zeros(part.shape, dtype=wide, device=part.device) for part in index]
+        # Scores and gradients are in fp32, in which autocast would not multiply.
         with torch.autocast(q_TJI.device.type, enabled=False):
             ranges = query_ranges(segments)
             for chunk in query_chunks(segments.lengths, ranges, chunked.PAIRS):
@@ -143,6 +145,7 @@ class _IndexerLoss(torch.autograd.Function):
         return total
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dloss: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         scaled = (grad * dloss.to(grad.dtype) for grad in ctx.saved_tensors)
         return (*scaled, *[None] * 8)
@@ -155,6 +158,7 @@ def _attention_weights(
     wide = torch.promote_types(q_CNH.dtype, torch.float32)
     sum_CM = torch.zeros(mask_CM.shape, dtype=wide, device=mask_CM.device)
     k_MNH = k_MNH.expand(-1, q_CNH.shape[1], -1)
+    # The scores of all heads at once would take as many times the memory.
     for q_CH, k_MH in zip(q_CNH.unbind(1), k_MNH.unbind(1), strict=True):
         scores_CM = (q_CH @ k_MH.T).to(wide) * scale
         sum_CM += scores_CM.masked_fill(~mask_CM, float("-inf")).softmax(-1)

@@ -22,6 +22,7 @@ def index_scores(q_LJI: torch.Tensor, k_MI: torch.Tensor, weight_LJ: torch.Tenso
     wide = torch.promote_types(q_LJI.dtype, torch.float32)
     k_IM = k_MI.to(wide).T
     scores_LM = torch.zeros((len(q_LJI), len(k_MI)), dtype=wide, device=q_LJI.device)
+    # Autocast would multiply in 16 bits what is cast to fp32 here.
     with torch.autocast(q_LJI.device.type, enabled=False):
         for q_LI, weight_L in zip(q_LJI.unbind(1), weight_LJ.unbind(1), strict=True):
             scores_LM = scores_LM + weight_L.to(wide)[:, None] * (q_LI.to(wide) @ k_IM).relu()

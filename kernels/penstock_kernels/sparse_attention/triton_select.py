@@ -70,6 +70,7 @@ def score(
             if UPCAST:
                 q = q.to(tl.float32)
             weight = tl.load(weight_ptr + head_row, mask=is_query, other=0).to(tl.float32)
+            # Not TF32, by whose scores other tokens might be selected than by the reference's.
             products = tl.dot(q, k, input_precision="ieee")
             scores += weight[:, None] * tl.maximum(products, 0.0)
     score_offs = row.to(tl.int64)[:, None] * M + column[None, :]

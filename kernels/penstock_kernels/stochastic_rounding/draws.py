@@ -56,6 +56,7 @@ def random_words(
 def round_stochastically(x, drawn):
     """x rounded to bfloat16 by random numbers from 0 to 65535, as float32."""
     bits = (x.to(tl.uint32, bitcast=True) + drawn) & 0xFFFF0000
+    # The sum may carry a NaN's bits over into another number.
     return tl.where(x == x, bits.to(tl.float32, bitcast=True), x)
 
 

@@ -94,7 +94,9 @@ def inject(
     biases = [p for name, p in named if p.requires_grad and name.endswith(".bias")]
     model.requires_grad_(False)
     layers = targetable_layers(model)
+    # A fused projection is one module of several of the checkpoint's layers.
     natives = list(dict.fromkeys(layers[hf] for hf in chosen if hf in layers))
+    # A list: adapters become modules in the loop.
     for name, mixture in [*model.named_modules()]:
         if not isinstance(mixture, MoE):
             continue

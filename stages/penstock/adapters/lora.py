@@ -98,6 +98,8 @@ class LoraLinear(nn.Linear, LinearTerms):
             return None
         products: list[WeightedRows] = [(x, self.weight)]
         if part in self.lora_A:
+            # The factor goes to r numbers of a token, and not to those of its outputs, which are
+            # logits.
             products.append((self._lora_down(x, part) * self.scale, self.lora_B[part]))
         return products
 
@@ -152,6 +154,7 @@ class LoraLinear(nn.Linear, LinearTerms):
             magnitude.copy_(self._norms(part))
 
     def _norms(self, part: str) -> torch.Tensor:
+        # Detached: DoRA's gradient takes the norm as a constant (section 4.3).
         a, b = (factors[part].detach().float() for factors in (self.lora_A, self.lora_B))
         first = self.first_row(part)
 

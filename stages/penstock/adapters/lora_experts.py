@@ -72,6 +72,7 @@ class ExpertAdapter(ExpertLoraParams):
         # In a tuple, so that it is not a submodule: experts may be sharded over ranks, while their
         # shared parameters are replicated.
         self._shared = (shared,)
+        # The experts have it as a submodule (`row_dropout`).
         self._dropout = (dropout,)
         self.scale, self.multiply = scale, multiply
 

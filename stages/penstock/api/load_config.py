@@ -6,6 +6,7 @@ from os import PathLike
 from pathlib import Path
 from typing import Any
 
+from penstock.api.overrides import plain_settings
 from penstock.config.loading import load as loading
 from penstock.config.loading import yaml12
 from penstock.config.loading.cli_overrides import Override
@@ -36,8 +37,6 @@ def load_config(
             return config
         return loading.loads(config.model_dump(mode="json", exclude_unset=True), overrides)
     if isinstance(config, Mapping):
-        from penstock.api.overrides import plain_settings
-
         locator = ErrorLocator(yaml12.Document(), overrides)
         return loading.build_run(plain_settings(config), overrides, locator, notify=notify)
     path = Path(config)

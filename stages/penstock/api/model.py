@@ -42,5 +42,5 @@ def load_exported(
         if adapter == "merged":
             model = model.merge_and_unload()
     # A run that also exports the merged model writes the tokenizer only there.
-    named = export / folders.get("hf", folders.get("adapter", "hf"))
-    return model.eval(), AutoTokenizer.from_pretrained(named)
+    tokenizer = AutoTokenizer.from_pretrained(export / (folders.get("hf") or folders["adapter"]))
+    return model.eval(), tokenizer

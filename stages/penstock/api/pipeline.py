@@ -25,14 +25,14 @@ Notify = Callable[[str], None]
 RunStage = Callable[[Plan, str, RebuildOptions], StageResult]
 """Runs one stage of a plan, here or elsewhere."""
 
-ALL = RebuildOptions()
+REUSE_ALL = RebuildOptions()
 """Reuses every complete result."""
 
 
 def run_stages(
     planned: Plan,
     run_stage: RunStage,
-    rebuild: RebuildOptions = ALL,
+    rebuild: RebuildOptions = REUSE_ALL,
     *,
     notify: Notify,
     last: str | None = None,

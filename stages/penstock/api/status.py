@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Literal
+from typing import Literal
 
 from penstock.core.cache.diff_identity import Difference, differences
 from penstock.core.cache.input_digests import ChangedInput, changed_inputs, read_attempt
@@ -92,11 +92,19 @@ def _lengthens(step: PlannedStage) -> str | None:
 
 
 def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
-    own_identity = _flat_identity(step)
+    stage = step.stage
+    pins = {name: getattr(source, "pin", None) for name, source in stage.inputs.items()}
+    own_identity = {
+        "version": stage.version,
+        **identity(stage)["settings"],
+        "inputs": {
+            name: dict(pins[name] or {"key": source.key}) for name, source in stage.inputs.items()
+        },
+    }
     best: tuple[Path, list[Difference]] | None = None
     # Training writes to train.output_dir itself, other stages to a folder named by their key.
-    pattern = MANIFEST if step.stage.name == "train" else f"*/{MANIFEST}"
-    root = step.path if step.stage.name == "train" else step.path.parent
+    pattern = MANIFEST if stage.name == "train" else f"*/{MANIFEST}"
+    root = step.path if stage.name == "train" else step.path.parent
     for manifest in sorted(root.glob(pattern)):
         try:
             record = read_manifest(manifest.parent)
@@ -104,28 +112,13 @@ def _nearest_result(step: PlannedStage) -> tuple[Path, list[Difference]] | None:
             continue
         if record is None:
             continue
-        recorded = {"version": record["version"], **_flatten(record["settings"], record["inputs"])}
+        inputs = {
+            # Inputs by their pin, or by key if they are results of stages.
+            name: entry.get("source") or {"key": entry["key"]}
+            for name, entry in record["inputs"].items()
+        }
+        recorded = {"version": record["version"], **record["settings"], "inputs": inputs}
         changed = differences(own_identity, recorded)
         if best is None or len(changed) < len(best[1]):
             best = manifest.parent, changed
     return best
-
-
-def _flat_identity(step: PlannedStage) -> dict[str, Any]:
-    stage = step.stage
-    inputs: dict[str, Any] = {}
-    for name, source in stage.inputs.items():
-        pin = getattr(source, "pin", None)
-        inputs[name] = {"source": dict(pin), "key": source.key} if pin else {"key": source.key}
-    return {
-        "version": stage.version,
-        **_flatten(identity(stage)["settings"], inputs),
-    }
-
-
-def _flatten(settings: dict[str, Any], inputs: dict[str, Any]) -> dict[str, Any]:
-    """Settings by name; inputs by their pin, or by key if they are results of stages."""
-    return {
-        **settings,
-        "inputs": {n: i.get("source") or {"key": i["key"]} for n, i in inputs.items()},
-    }

@@ -6,6 +6,7 @@ Every check runs, also after others have failed.
 
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal, TypeVar
 
 from penstock.cli.console import Console
@@ -31,7 +32,6 @@ from penstock.core.sources.pin_remote import resolve_folder
 from penstock.estimate.machine import (
     check_adapted_layers,
     check_machine,
-    check_media,
     check_model,
     check_weights,
     needs_login,
@@ -42,6 +42,7 @@ from penstock.estimate.machine import (
     with_prompts_apart,
     world_size,
 )
+from penstock.estimate.media import check_media
 from penstock.pipeline.composing import with_composed_model
 from penstock.pipeline.origins import resolve_init_checkpoint, with_adapter
 from penstock.pipeline.outputs import find_unwritable, output_folders
@@ -65,7 +66,7 @@ from penstock.prepare.stage import Prepare
 if TYPE_CHECKING:
     from penstock.prepare.first_records import FirstSamples
 
-Found = TypeVar("Found")
+Value = TypeVar("Value")
 Status = Literal["ok", "fault", "not looked at"]
 
 
@@ -85,9 +86,6 @@ class CheckResult:
         """The text, prefixed with the field unless it begins with it."""
         return self.text if self.text.startswith(self.at) else f"{self.at}: {self.text}"
 
-    def __str__(self) -> str:
-        return f"{self.status}: {self.message}"
-
 
 def check_run(run: RunConfig, console: Console, *, all_fields: bool) -> dict[str, Any]:
     """Print the config as YAML and a line for each check; returns both for --json.
@@ -97,22 +95,22 @@ def check_run(run: RunConfig, console: Console, *, all_fields: bool) -> dict[str
     """
     typed, results = _compose_and_check(run)
     console.result(print_config(typed, all_fields=all_fields))
-    for look in results:
-        if look.status != "fault":
-            console.say(str(look))
+    faults = [result for result in results if result.status == "fault"]
+    for result in results:
+        if result.status != "fault":
+            console.say(f"{result.status}: {result.message}")
     values = {
         "config": typed.model_dump(mode="json"),
         "resolved": resolve(typed),
-        "looks": [asdict(look) for look in results],
+        "looks": [asdict(result) for result in results],
     }
-    faults = [look for look in results if look.status == "fault"]
     if not faults:
         return values
     console.more.update(values)
-    kind = ConfigError if any(look.exit_code == ConfigError.exit_code for look in faults) else None
-    raise (kind or CapabilityError)(
+    is_config = any(fault.exit_code == ConfigError.exit_code for fault in faults)
+    raise (ConfigError if is_config else CapabilityError)(
         f"{len(faults)} of {len(results)} checks found a fault:\n"
-        + "\n".join(look.message for look in faults)
+        + "\n".join(fault.message for fault in faults)
     )
 
 
@@ -120,46 +118,44 @@ def _compose_and_check(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     """The results of all checks, of a run with encoders on its composed model."""
     if not run.model.encoders:
         return _run_checks(run)
-    composed, results = _run_check("model.encoders", lambda: _compose(run))
+
+    def compose() -> tuple[RunConfig, str]:
+        composed = with_composed_model(run)
+        return composed, f"the model is composed in {composed.model.model_path}"
+
+    results: list[CheckResult] = []
+    composed = _run_check(results, "model.encoders", compose)
     if composed is None:
         return run, results
     typed, checks = _run_checks(composed)
+    # What is printed loads as the run that the user wrote, not as its composed model.
     return typed.model_copy(update={"model": run.model}), [*results, *checks]
-
-
-def _compose(run: RunConfig) -> tuple[RunConfig, str]:
-    composed = with_composed_model(run)
-    return composed, f"the model is composed in {composed.model.model_path}"
 
 
 def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     """The run with the types of its data sets, and all results at it."""
-    tokenizer, results = _run_check("model.tokenizer_path", lambda: _load_tokenizer(run))
+    results: list[CheckResult] = []
+    tokenizer = _run_check(results, "model.tokenizer_path", lambda: _load_tokenizer(run))
     template = resolve_chat_template(run.data)
     if template and tokenizer is not None:
-        results += _run_check(
-            "data.chat_template", lambda: (None, describe_template(template, tokenizer))
-        )[1]
+        _run_check(
+            results, "data.chat_template", lambda: (None, describe_template(template, tokenizer))
+        )
     typed_datasets: dict[str, list[DatasetConfig]] = {}
     counts: dict[str, int] = {}
     if run.data.skip_prepare_dataset:
-        results += _run_check("data.dataset_prepared_path", lambda: _check_prepared(run))[1]
+        _run_check(results, "data.dataset_prepared_path", lambda: _check_prepared(run))
     # The sources of prepared data may no longer exist.
     for name in () if run.data.skip_prepare_dataset else DATASET_FIELDS:
         for index, dataset in enumerate(getattr(run.data, name)):
-            field = f"data.{name}.{index}"
-            if not dataset.is_read:
-                typed_datasets.setdefault(name, []).append(dataset)
-                continue
-            typed, of_data = _run_check(
-                field, lambda d=dataset, a=field: _check_dataset(run, a, d, tokenizer, counts)
-            )
+            field, typed = f"data.{name}.{index}", None
+            if dataset.is_read:
+                check = partial(_check_dataset, run, field, dataset, tokenizer, counts)
+                typed = _run_check(results, field, check)
             typed_datasets.setdefault(name, []).append(typed or dataset)
-            results += of_data
     if run.data.val_set_size and len(counts) == len(run.data.read_datasets):
-        results += _run_check(
-            "data.val_set_size", lambda: _check_validation_size(run, sum(counts.values()))
-        )[1]
+        check = partial(_check_validation_size, run, sum(counts.values()))
+        _run_check(results, "data.val_set_size", check)
     typed = run.model_copy(update={"data": run.data.model_copy(update=typed_datasets)})
     # Rules on dataset types, which were not known when the file was loaded.
     ruled = [
@@ -176,17 +172,20 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
 
 
 def _run_check(
-    field: str, find: Callable[[], tuple[Found, str]]
-) -> tuple[Found | None, list[CheckResult]]:
-    """The value and the message of `find`, or the error that it raises."""
+    results: list[CheckResult], field: str, check: Callable[[], tuple[Value, str]]
+) -> Value | None:
+    """The value of `check`; its message, or the error that it raises, is added to `results`."""
     try:
-        result, text = find()
+        value, text = check()
     except UnreachableError as error:
-        return None, [CheckResult(field, "not looked at", str(error))]
+        results.append(CheckResult(field, "not looked at", str(error)))
     except PenstockError as error:
         code = CapabilityError.exit_code if isinstance(error, CapabilityError) else 2
-        return None, [CheckResult(field, "fault", str(error), code)]
-    return result, [CheckResult(field, "ok", text)]
+        results.append(CheckResult(field, "fault", str(error), code))
+    else:
+        results.append(CheckResult(field, "ok", text))
+        return value
+    return None
 
 
 def _check_model(run: RunConfig) -> list[CheckResult]:
@@ -283,12 +282,9 @@ def _require_known_tokens(
 ) -> None:
     """Refuse samples with tokens that the model has no embedding for."""
     vocab_size = _vocabulary_size(run)
-    beyond = [
-        number
-        for number in samples.largest_tokens
-        if vocab_size is not None and number >= vocab_size
-    ]
-    if vocab_size is not None and beyond:
+    if vocab_size is None:
+        return
+    if beyond := [number for number in samples.largest_tokens if number >= vocab_size]:
         tokens = ", ".join(map(repr, tokenizer.convert_ids_to_tokens(beyond)))
         subject = f"the first samples of {redact(dataset.path)} contain {tokens}"
         raise _beyond_vocabulary(run, subject, vocab_size)
@@ -366,14 +362,16 @@ def _check_media(run: RunConfig, results: Sequence[CheckResult]) -> list[CheckRe
     if run.data.skip_prepare_dataset or any(result.status != "ok" for result in results):
         return []
 
-    def find() -> tuple[None, str]:
+    def check() -> tuple[None, str]:
         stage = prepare_step(run).stage
         packs, trains = (includes_stage(run.stages, name) for name in ("pack", "train"))
         if isinstance(stage, Prepare):
             check_media(run, stage, packs=packs, trains=trains)
         return None, ""
 
-    return [result for result in _run_check("data", find)[1] if result.status != "ok"]
+    faults: list[CheckResult] = []
+    _run_check(faults, "data", check)
+    return [result for result in faults if result.status != "ok"]
 
 
 def _check_validation_size(run: RunConfig, count: int) -> tuple[None, str]:
@@ -431,11 +429,11 @@ def _check_outputs(run: RunConfig) -> list[CheckResult]:
 
 def _check_push(run: RunConfig) -> list[CheckResult]:
     """Check that there is a login if the run pushes to the hub."""
-    if not needs_login(run):
-        return []
-    return _run_check("push.repo_id", lambda: (require_push(run), "there is a login for the hub"))[
-        1
-    ]
+    results: list[CheckResult] = []
+    if needs_login(run):
+        login = "there is a login for the hub"
+        _run_check(results, "push.repo_id", lambda: (require_push(run), login))
+    return results
 
 
 def print_config(run: RunConfig, *, all_fields: bool) -> str:

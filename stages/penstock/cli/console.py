@@ -60,6 +60,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
     The command may return fields to add to the JSON object.
     """
     try:
+        # A command whose terminal is closed goes on, though nobody reads its log any more.
         with lossy_output("stderr"), _signals_as_exit():
             more = command()
     except PenstockError as error:
@@ -72,6 +73,7 @@ def run(console: Console, command: Callable[[], dict[str, Any] | None]) -> int:
         if error.code in (128 + signal.SIGTERM, 128 + signal.SIGHUP):
             text = "terminated; run the same command again to resume"
             return _report_error(console, error, text, int(error.code))
+        # The help of a group without a command has typer's own exit code.
         raise
     except BrokenPipeError:
         # The reader of stdout (`| head`) has exited; flushing at exit must not fail.

@@ -15,7 +15,7 @@ from packaging.version import Version
 
 from penstock import __version__
 from penstock.cli.console import Console, table
-from penstock.cli.flow.prefect import prefect_api_url
+from penstock.cli.flow import prefect_api_url
 from penstock.core import env
 from penstock.core.errors import CapabilityError
 from penstock.core.machine import gpu_stack
@@ -96,16 +96,9 @@ def run_checks(console: Console, more: Sequence[DoctorCheck] = ()) -> dict[str, 
 
 def measure_speed() -> list[DoctorCheck]:
     """Measure FLOP/s and memory bandwidth of this machine; stored for `penstock plan`."""
-    done = subprocess.run(
-        [sys.executable, "-m", "penstock.estimate.costs.measure_machine"],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=env.child_environment({"PYTHONSAFEPATH": "1"}),
-    )
+    done = _run_python("-m", "penstock.estimate.costs.measure_machine", PYTHONSAFEPATH="1")
     if done.returncode:
-        last = (done.stderr.strip().splitlines() or ["failed"])[-1]
-        return [DoctorCheck("speed", "wrong", last[:100], "reinstall torch for this machine")]
+        return [_failed("speed", done, "reinstall torch for this machine")]
     speeds = json.loads(done.stdout.splitlines()[-1])
     name = remember(speeds)
     products = ", ".join(
@@ -152,12 +145,12 @@ def _check_version(
     requirement = f"{package}>={oldest}" + (f",<{first_bad}" if first_bad else "")
     mend = f"pip install '{requirement}'"
     try:
-        have = version_of(package)
+        installed = version_of(package)
     except PackageNotFoundError:
         return DoctorCheck(package, "wrong", "not installed", mend)
-    release = Version(have)
+    release = Version(installed)
     fits = release >= Version(oldest) and (first_bad is None or release < Version(first_bad))
-    return DoctorCheck(package, "ok" if fits else "wrong", have, "" if fits else mend)
+    return DoctorCheck(package, "ok" if fits else "wrong", installed, "" if fits else mend)
 
 
 def check_optional(version_of: Callable[[str], str] = version) -> list[DoctorCheck]:
@@ -175,14 +168,14 @@ def _check_torch() -> list[DoctorCheck]:
     """What PyTorch sees, and whether the driver, CUDA and Triton fit it."""
     code = """import json, torch
 cuda = torch.cuda
-seen = [cuda.get_device_capability(one) for one in range(cuda.device_count())]
-print(json.dumps([torch.version.cuda, cuda.get_arch_list() if seen else [], seen]))"""
-    done = _run_python(code)
+gpus = [cuda.get_device_capability(index) for index in range(cuda.device_count())]
+print(json.dumps([torch.version.cuda, cuda.get_arch_list() if gpus else [], gpus]))"""
+    done = _run_python("-c", code, DO_NOT_TRACK="1")
     if done.returncode:
         return [_failed("torch sees", done, "reinstall torch for this machine")]
-    cuda, built, device_count = json.loads(done.stdout)
-    shown = f"CUDA {cuda}, {len(device_count)} GPUs" if cuda else "CPU only"
-    return [DoctorCheck("torch sees", "ok", shown), *check_gpu_stack(cuda, built, device_count)]
+    cuda, built, capabilities = json.loads(done.stdout)
+    summary = f"CUDA {cuda}, {len(capabilities)} GPUs" if cuda else "CPU only"
+    return [DoctorCheck("torch sees", "ok", summary), *check_gpu_stack(cuda, built, capabilities)]
 
 
 def check_gpu_stack(
@@ -212,17 +205,19 @@ def check_gpu_stack(
     return [DoctorCheck("driver, CUDA, Triton", "ok", f"driver {driver}, CUDA {cuda}")]
 
 
-def _run_python(code: str) -> "subprocess.CompletedProcess[str]":
+def _run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
+    """Run Python in a process of its own, so that a crash is one failed check."""
     return subprocess.run(
-        [sys.executable, "-c", code],
+        [sys.executable, *arguments],
         capture_output=True,
         text=True,
         check=False,
-        env=env.child_environment({"DO_NOT_TRACK": "1"}),
+        env=env.child_environment(variables),
     )
 
 
-def _failed(check: str, done: "subprocess.CompletedProcess[str]", fix: str) -> DoctorCheck:
+def _failed(check: str, done: subprocess.CompletedProcess[str], fix: str) -> DoctorCheck:
+    # The last line of a traceback is its error.
     last = (done.stderr.strip().splitlines() or ["failed"])[-1]
     return DoctorCheck(check, "wrong", last[:100], fix)
 
@@ -244,8 +239,8 @@ def check_prefect_password(api_url: str) -> list[DoctorCheck]:
 
 
 def _run_probes() -> list[DoctorCheck]:
-    """Run probes, each in its own process, so that a crash is one failed check."""
-    trials = {
+    """Whether modules can be imported that break with other packages' versions or names."""
+    probes = {
         "prefect's server": (
             "import prefect.server.api.server; print('imports')",
             "pip install 'fastapi>=0.139,<0.151' 'sqlalchemy[asyncio]>=2.0,<2.1'",
@@ -256,8 +251,8 @@ def _run_probes() -> list[DoctorCheck]:
         ),
     }
     findings: list[DoctorCheck] = []
-    for check, (code, fix) in trials.items():
-        done = _run_python(code)
+    for check, (code, fix) in probes.items():
+        done = _run_python("-c", code, DO_NOT_TRACK="1")
         if done.returncode:
             findings.append(_failed(check, done, fix))
         else:

@@ -3,12 +3,12 @@ lm-evaluation-harness."""
 
 import re
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.api.load_config import load_config
 from penstock.cli.console import Console, table
+from penstock.cli.result_commands import EvalOptions
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, fetch_cached
@@ -26,20 +26,6 @@ DEFAULT_PROMPTS = 200
 """Default number of held-out prompts."""
 
 
-@dataclass(frozen=True)
-class EvalOptions:
-    """The options of an evaluation."""
-
-    limit: int | None = None
-    """Held-out prompts, or documents of each task; None: DEFAULT_PROMPTS prompts, all documents."""
-    answer: str | None = None
-    """A regular expression: its match in a completion is compared, not the whole completion."""
-    tasks: tuple[str, ...] = ()
-    """Tasks of the harness; if there are any, held-out prompts are not evaluated."""
-    more_tasks: Path | None = None
-    """A folder with additional tasks."""
-
-
 def evaluate_target(
     target: Path, overrides: Sequence[Override], options: EvalOptions, console: Console
 ) -> dict[str, Any]:
@@ -47,9 +33,9 @@ def evaluate_target(
 
     Raises ConfigError for options that do not apply to it, StageError if nothing is exported yet.
     """
-    if options.more_tasks and not options.tasks:
+    if options.harness_tasks and not options.tasks:
         raise ConfigError(
-            f"--harness-tasks {options.more_tasks} has tasks, and none is asked for.\n"
+            f"--harness-tasks {options.harness_tasks} has tasks, and none is asked for.\n"
             "  Add --harness and their names."
         )
     if (target / "config.json").is_file() or (target / "adapter_config.json").is_file():
@@ -83,7 +69,10 @@ def load_run(target: Path, overrides: Sequence[Override]) -> RunConfig:
 def _exported_folder(planned: Plan) -> Path:
     """The exported model folder, or the adapter folder if only an adapter was exported."""
     for step in planned.steps:
-        _require_cached(step, planned.run)
+        if fetch_cached(step, planned.run.pipeline.verify) is None:
+            raise StageError(
+                f"{step.stage.name} has not been run for this config.\n  Run penstock run first."
+            )
     exported = planned.step("export").artifact
     folders = exported.facts["folders"]
     return exported.path / folders.get("hf", folders.get("adapter", "hf"))
@@ -96,9 +85,16 @@ def _evaluate_held_out(run: RunConfig, options: EvalOptions, console: Console) -
             "this run holds nothing out, so there is nothing to ask.\n"
             "  Write data.val_set_size or data.test_datasets, or add --harness TASKS."
         )
-    answer = _compile_pattern(options.answer)
+    try:
+        answer = None if options.answer is None else re.compile(options.answer)
+    except re.error as error:
+        raise ConfigError(
+            f"--answer {options.answer} is no regular expression: {error}.\n"
+            "  Write one in Python's syntax, for example '#### (.+)'."
+        ) from error
     planned = plan(run, ("export",))
     folder = _exported_folder(planned)
+    # Imports torch and transformers, which refused options need not wait for.
     from penstock.evaluate.exact_match import exact_match
 
     trained = planned.step("train")
@@ -168,7 +164,7 @@ def _run_harness(
         limit=options.limit,
         batch_size=BATCH_SIZE,
         seed=seed,
-        more_tasks=options.more_tasks,
+        more_tasks=options.harness_tasks,
     )
     rows = [("task", "metric", "value", "standard error")]
     for score in scores:
@@ -177,20 +173,3 @@ def _run_harness(
     console.result(table(rows))
     facts = [vars(score) for score in scores]
     return {"model": str(folder), "scores": facts}, facts
-
-
-def _compile_pattern(text: str | None) -> re.Pattern[str] | None:
-    try:
-        return None if text is None else re.compile(text)
-    except re.error as error:
-        raise ConfigError(
-            f"--answer {text} is no regular expression: {error}.\n"
-            "  Write one in Python's syntax, for example '#### (.+)'."
-        ) from error
-
-
-def _require_cached(step: PlannedStage, run: RunConfig) -> None:
-    if fetch_cached(step, run.pipeline.verify) is None:
-        raise StageError(
-            f"{step.stage.name} has not been run for this config.\n  Run penstock run first."
-        )

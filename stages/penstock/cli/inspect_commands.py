@@ -1,6 +1,7 @@
 """The commands that start nothing: `plan`, `check`, `translate`, `schema` and `doctor`."""
 
 import json
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,49 +12,53 @@ from penstock.cli.options import Config, Strict, run_request
 from penstock.core.errors import ConfigError
 
 
-def plan(
-    console: Console,
-    config: Config,
+@dataclass(frozen=True)
+class PlanOptions:
+    """The options of `penstock plan`."""
+
     devices: Annotated[
         int | None, typer.Option(min=1, help="Search the fastest layouts on this many devices.")
-    ] = None,
+    ] = None
     device_kind: Annotated[
         str | None, typer.Option(metavar="NAME", help="Devices to plan for, such as H200.")
-    ] = None,
+    ] = None
+    """None: the devices of this machine."""
     dry_run: Annotated[
         bool,
         typer.Option("--dry-run", help="Run a step of the engine on fake GPUs."),
-    ] = False,
+    ] = False
     world: Annotated[
         int | None, typer.Option(min=1, help="With --dry-run: the number of ranks.")
-    ] = None,
+    ] = None
+    """None: the ranks of the run on this machine."""
     ranks: Annotated[
         Literal["roles", "all"],
         typer.Option(help="With --dry-run: one rank per pipeline stage, or all."),
-    ] = "roles",
+    ] = "roles"
     compare: Annotated[
         list[str],
         typer.Option(metavar="FIELDS", help="With --dry-run: another layout. Repeatable."),
-    ] = [],  # noqa: B006 - typer reads it
-    strict: Strict = False,
+    ] = field(default_factory=list[str])
+    """Each as overrides such as `train.tensor_parallel_size=2`."""
+    strict: Strict = False
     trace: Annotated[
         Path | None,
         typer.Option(metavar="FILE", help="With --dry-run: write a Chrome trace of the step."),
-    ] = None,
-) -> dict[str, Any]:
-    """Print which stages would run and why, and the cost of training."""
-    if dry_run:
-        from penstock.cli.plan.dry_run import DryRunOptions, dry_run_config
+    ] = None
 
-        options = DryRunOptions(world, ranks, device_kind, devices, trace, tuple(compare))
-        return dry_run_config(run_request(config, strict=strict), options, console)
-    if world or trace or compare or ranks != "roles":
+
+def plan(console: Console, config: Config, options: PlanOptions) -> dict[str, Any]:
+    """Print which stages would run and why, and the cost of training."""
+    request = run_request(config, strict=options.strict)
+    if options.dry_run:
+        from penstock.cli.plan.dry_run import dry_run_config
+
+        return dry_run_config(request, options, console)
+    if options.world or options.trace or options.compare or options.ranks != "roles":
         raise ConfigError("--world, --ranks, --compare and --trace belong to --dry-run; add it.")
-    from penstock.cli.plan.costs import DeviceOptions
     from penstock.cli.plan.stages import print_plan
 
-    run = run_request(config, strict=strict).load()
-    return print_plan(run, console, DeviceOptions(devices, device_kind))
+    return print_plan(request.load(), console, options)
 
 
 def check(
@@ -70,9 +75,11 @@ def check(
     return check_run(run_request(config, strict=strict).load(), console, all_fields=all_fields)
 
 
-def translate(
-    console: Console,
-    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another tool's YAML file.")],
+@dataclass(frozen=True)
+class TranslateOptions:
+    """The options of `penstock translate`."""
+
+    file: Annotated[Path, typer.Argument(metavar="FILE", help="Another tool's YAML file.")]
     output: Annotated[
         Path | None,
         typer.Option(
@@ -82,28 +89,30 @@ def translate(
             help="Where to write it, with translation_report.json beside it. Default: stdout."
             " Keys that are not translated are comments in it, and the exit code is then 4.",
         ),
-    ] = None,
+    ] = None
     world_size: Annotated[
         int | None,
         typer.Option(
             min=1, help="Fit parallel sizes to this many GPUs. Default: the GPUs of this machine."
         ),
-    ] = None,
+    ] = None
     dialect: Annotated[
         str | None,
         typer.Option(metavar="NAME", help="The tool that it is written for. Default: detected."),
-    ] = None,
+    ] = None
     strict: Annotated[
         bool,
         typer.Option(
             "--strict", help="Write nothing if a key is not translated or its value is doubtful."
         ),
-    ] = False,
-) -> dict[str, Any]:
-    """Translate another tool's config, and report on each key."""
-    from penstock.cli.translate import TranslateOptions, translate_file
+    ] = False
 
-    return translate_file(TranslateOptions(file, output, world_size, dialect, strict), console)
+
+def translate(console: Console, options: TranslateOptions) -> dict[str, Any]:
+    """Translate another tool's config, and report on each key."""
+    from penstock.cli.translate import translate_file
+
+    return translate_file(options, console)
 
 
 def schema(console: Console) -> dict[str, Any]:

@@ -20,8 +20,9 @@ from penstock.cli.artifacts.commands import commands as artifact_commands
 from penstock.cli.chat.options import chat_command
 from penstock.cli.console import Console, run
 from penstock.cli.data.commands import commands as data_commands
-from penstock.cli.flow.commands import deploy, flow
+from penstock.cli.flow import deploy, flow
 from penstock.cli.inspect_commands import check, doctor, plan, schema, translate
+from penstock.cli.launch.options import launch
 from penstock.cli.models import commands as model_commands
 from penstock.cli.options import Config, Strict, add_command, overrides, run_request
 from penstock.cli.releases import commands as release_commands
@@ -134,6 +135,23 @@ def _print_plan(request: Any, console: Console, name: Any = None) -> dict[str, A
     return print_plan(run, console)
 
 
+def _run_stage(
+    console: Console,
+    config: Path,
+    name: Any,
+    rebuild: Any,
+    no_upstream: bool = False,
+    dry_run: bool = False,
+) -> dict[str, Any] | None:
+    from penstock.cli.run import run_stage
+
+    request = run_request(config)
+    if dry_run:
+        return _print_plan(request, console, name)
+    run_stage(request, name, rebuild, console, upstream=not no_upstream)
+    return None
+
+
 def _rebuild_options(force: list[str], start: str | None, fresh: bool = False) -> Any:
     from penstock.api.pipeline import rebuild_options
 
@@ -168,12 +186,8 @@ def _stage_command(name: Any, summary: str) -> None:
         no_upstream: NoUpstream = False,
         dry_run: DryRun = False,
     ) -> dict[str, Any] | None:
-        from penstock.cli.run import run_stage
-
-        request, rebuild = run_request(config), _rebuild_options(force, start, fresh)
-        if dry_run:
-            return _print_plan(request, console, name)
-        return run_stage(request, name, rebuild, console, upstream=not no_upstream)
+        rebuild = _rebuild_options(force, start, fresh)
+        return _run_stage(console, config, name, rebuild, no_upstream, dry_run)
 
     def stage_command_before_training(
         console: Console,
@@ -206,16 +220,12 @@ def prepare(
     dry_run: DryRun = False,
 ) -> dict[str, Any] | None:
     """Load the data, apply the chat template, tokenize and split."""
+    rebuild = _rebuild_options(force, start)
+    if shard is None or dry_run:
+        return _run_stage(console, config, "prepare", rebuild, no_upstream, dry_run)
     from penstock.cli.prepare_shard import prepare_share
-    from penstock.cli.run import run_stage
 
-    request, rebuild = run_request(config), _rebuild_options(force, start)
-    if dry_run:
-        return _print_plan(request, console, "prepare")
-    if shard is not None:
-        prepare_share(request, shard, rebuild, console)
-    else:
-        run_stage(request, "prepare", rebuild, console, upstream=not no_upstream)
+    prepare_share(run_request(config), shard, rebuild, console)
     return None
 
 
@@ -231,15 +241,13 @@ def pack(
     no_upstream: NoUpstream = False,
 ) -> None:
     """Pack samples into sequences of a fixed length."""
-    from penstock.cli.run import run_stage
-
-    request, rebuild = run_request(config), _rebuild_options(force, start)
+    rebuild = _rebuild_options(force, start)
     if dry_run:
         from penstock.cli.pack_dry_run import compare_packing
 
-        compare_packing(request, rebuild, console, upstream=not no_upstream)
+        compare_packing(run_request(config), rebuild, console, upstream=not no_upstream)
     else:
-        run_stage(request, "pack", rebuild, console, upstream=not no_upstream)
+        _run_stage(console, config, "pack", rebuild, no_upstream)
 
 
 def stage(
@@ -252,66 +260,15 @@ def stage(
     dry_run: DryRun = False,
 ) -> dict[str, Any] | None:
     """Run a stage of an installed package."""
-    from penstock.cli.run import run_stage
-
-    request, rebuild = run_request(config), _rebuild_options(force, start)
-    if dry_run:
-        return _print_plan(request, console, name)
-    run_stage(request, name, rebuild, console, upstream=not no_upstream)
-    return None
+    rebuild = _rebuild_options(force, start)
+    return _run_stage(console, config, name, rebuild, no_upstream, dry_run)
 
 
 def recur(console: Console, config: Config) -> dict[str, Any]:
     """Train on new samples; release the model if it is better."""
-    from penstock.cli.recur import recur as look
+    from penstock.cli.run import run_tick
 
-    return look(run_request(config), console)
-
-
-def launch(
-    console: Console,
-    config: Config,
-    launcher: Annotated[
-        str | None,
-        typer.Argument(
-            metavar="[torchrun|slurm|kubernetes]", help="With --print: only this launcher."
-        ),
-    ] = None,
-    printing: Annotated[
-        bool,
-        typer.Option("--print", help="Print what starts the run on other machines; start nothing."),
-    ] = False,
-    gpus: Annotated[
-        int | None,
-        typer.Option(min=0, help="GPUs per machine. Default: one per process."),
-    ] = None,
-    cpus: Annotated[int | None, typer.Option(min=1, help="CPUs per machine. Default: all.")] = None,
-    image: Annotated[str | None, typer.Option(help="Kubernetes: container image.")] = None,
-    claim: Annotated[
-        str | None, typer.Option(help="Kubernetes: PersistentVolumeClaim for data and results.")
-    ] = None,
-    mount: Annotated[str, typer.Option(help="Kubernetes: mount path of the claim.")] = "/data",
-    secret: Annotated[
-        str | None, typer.Option(help="Kubernetes: Secret whose keys become environment variables.")
-    ] = None,
-) -> dict[str, Any] | None:
-    """Train here, or print how to start the run on other machines."""
-    from penstock.cli.run import run_stage
-
-    request = run_request(config)
-    if printing:
-        from penstock.cli.launch.command import LaunchTarget, print_launch
-        from penstock.cli.launch.kubernetes import Cluster
-
-        cluster = Cluster(image, claim, mount, secret) if image else None
-        return print_launch(request, launcher, LaunchTarget(gpus, cpus, cluster), console)
-    if launcher or image or claim or secret or gpus is not None or cpus is not None:
-        raise ConfigError(
-            "penstock launch starts the run on this machine, where only the config says how.\n"
-            "  Add --print to see what starts it elsewhere."
-        )
-    run_stage(request, "train", _rebuild_options([], None), console, upstream=True)
-    return None
+    return run_tick(run_request(config), console)
 
 
 def init(

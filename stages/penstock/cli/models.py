@@ -28,23 +28,24 @@ def list_models(console: Console) -> JsonObject:
     from penstock.models.vision.types import VISION_TYPES
 
     proved = ProvedModels.read()
-    native_types = FAMILIES.names
-    model_types = sorted({*proved.models, *native_types})
-    entries = {name: _entry(name, name in native_types, proved) for name in model_types}
-    images = ProvedModels.read(IMAGE_FILE).models.items()
-    entries |= {
-        n: _media_entry(entry, "images")
-        for n, entry in images
-        if n not in entries or not entry.reason
+    images, audio = (ProvedModels.read(file).models for file in (IMAGE_FILE, AUDIO_FILE))
+    entries = {
+        name: _entry("transformers", AUTO_AXES, "packed" if proof.packing else "padded", proof)
+        for name, proof in proved.models.items()
     }
-    audio = ProvedModels.read(AUDIO_FILE).models.items()
-    image_types = {n for n, entry in images if not entry.reason}
+    entries |= {name: _entry("native", NATIVE_AXES, "packed") for name in FAMILIES.names}
+    for kinds, proofs in (("images", images), ("audio", audio)):
+        for name, proof in proofs.items():
+            takes_images = kinds == "audio" and name in images and not images[name].reason
+            backend = f"transformers ({'images, ' if takes_images else ''}{kinds})"
+            if name not in entries or not proof.reason:
+                entries[name] = _entry(backend, AUTO_AXES, "padded", proof)
     entries |= {
-        n: _media_entry(entry, "images, audio" if n in image_types else "audio")
-        for n, entry in audio
-        if n not in entries or not entry.reason
+        name: _entry(
+            f"native ({'images' if name in VISION_TYPES else 'text'})", NATIVE_AXES, "packed"
+        )
+        for name in MULTIMODAL
     }
-    entries |= {name: _multimodal_entry(name in VISION_TYPES) for name in MULTIMODAL}
     entries = dict(sorted(entries.items()))
     rows = [("model_type", "backend", "parallelism", "documents", "LoRA")]
     rows += [
@@ -158,42 +159,14 @@ def compose(
     return result
 
 
-def _multimodal_entry(takes_images: bool) -> JsonObject:
+def _entry(backend: str, parallelism: str, documents: str, proof: Any = None) -> JsonObject:
+    """How a model type is trained; `proof` says what was proved of one that is not native."""
     return {
-        "backend": "native (images)" if takes_images else "native (text)",
-        "parallelism": NATIVE_AXES,
-        "documents": "packed",
-        "lora": "yes",
-        "reason": "",
-    }
-
-
-def _media_entry(proved: Any, kinds: str) -> JsonObject:
-    return {
-        "backend": f"transformers ({kinds})",
-        "parallelism": AUTO_AXES,
-        "documents": "padded",
-        "lora": "yes" if proved.lora else "no",
-        "reason": proved.reason,
-    }
-
-
-def _entry(name: str, is_native: bool, proved: Any) -> JsonObject:
-    if is_native:
-        return {
-            "backend": "native",
-            "parallelism": NATIVE_AXES,
-            "documents": "packed",
-            "lora": "yes",
-            "reason": "",
-        }
-    proof = proved.models[name]
-    return {
-        "backend": "transformers",
-        "parallelism": AUTO_AXES,
-        "documents": "packed" if proof.packing else "padded",
-        "lora": "yes" if proof.lora else "no",
-        "reason": proof.reason,
+        "backend": backend,
+        "parallelism": parallelism,
+        "documents": documents,
+        "lora": "yes" if proof is None or proof.lora else "no",
+        "reason": proof.reason if proof else "",
     }
 
 

@@ -1,7 +1,8 @@
 """Shared options of commands, and how a command is registered and ends."""
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from dataclasses import MISSING, fields, is_dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,8 +43,9 @@ def add_command(
 ) -> None:
     """Register a function as a command of `app`, with `--json` and `--debug` after its own options.
 
-    Its first parameter is the `Console`; typer reads the others. It may return fields for the JSON
-    object of `--json`. An error that it raises ends the process with that error's exit code.
+    Its first parameter is the `Console`; typer reads the others, of a dataclass its fields. It may
+    return fields for the JSON object of `--json`. An error that it raises ends the process with
+    that error's exit code.
 
     Args:
         name: the command's name; default: the function's.
@@ -52,11 +54,20 @@ def add_command(
 
     def command(*, as_json: bool, debug: bool, **options: Any) -> None:
         console = Console(as_json, debug)
+        for name, group in groups.items():
+            options[name] = group(
+                **{field.name: options.pop(field.name) for field in fields(group)}
+            )
         raise typer.Exit(run(console, lambda: function(console, **options)))
 
     _, *own = inspect.signature(function).parameters.values()
+    groups: dict[str, Any] = {
+        parameter.name: parameter.annotation
+        for parameter in own
+        if is_dataclass(parameter.annotation)
+    }
     parameters = [
-        *own,
+        *(option for parameter in own for option in _options(parameter)),
         _flag("as_json", "--json", "End with one JSON object on stdout."),
         _flag("debug", "--debug", "Show tracebacks."),
     ]
@@ -67,7 +78,23 @@ def add_command(
     app.command(name, help=summary)(command)
 
 
+def _options(parameter: inspect.Parameter) -> Iterator[inspect.Parameter]:
+    """The parameter itself, or the fields of its dataclass as parameters."""
+    if not is_dataclass(parameter.annotation):
+        yield parameter
+        return
+    for field in fields(parameter.annotation):
+        default = field.default if field.default is not MISSING else inspect.Parameter.empty
+        if field.default_factory is not MISSING:
+            # dataclasses refuses a list as a default; typer has no other default for a list.
+            default = field.default_factory()
+        yield _option(field.name, field.type, default)
+
+
 def _flag(name: str, option: str, explained: str) -> inspect.Parameter:
-    annotation = Annotated[bool, typer.Option(option, help=explained)]
+    return _option(name, Annotated[bool, typer.Option(option, help=explained)], False)
+
+
+def _option(name: str, annotation: Any, default: Any) -> inspect.Parameter:
     kind = inspect.Parameter.POSITIONAL_OR_KEYWORD
-    return inspect.Parameter(name, kind, default=False, annotation=annotation)
+    return inspect.Parameter(name, kind, default=default, annotation=annotation)

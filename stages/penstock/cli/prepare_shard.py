@@ -6,7 +6,7 @@ the other. None finishes the result: `penstock prepare CONFIG` does, with all sl
 
 import re
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from penstock.cli.console import Console, outcome_table
 from penstock.cli.run import Request
@@ -18,36 +18,10 @@ from penstock.pipeline.plan import RebuildOptions, plan
 from penstock.prepare.stage import Prepare
 
 
-@dataclass(frozen=True)
-class Share:
-    """Number `number` of `count`, from 1."""
-
-    number: int
-    count: int
-
-    @classmethod
-    def parse(cls, text: str) -> "Share":
-        """Parse `2/4`. Raises ConfigError for an invalid share."""
-        if not re.fullmatch(r"\d{1,9}/[1-9]\d{0,8}", text, re.ASCII):
-            raise ConfigError(
-                f"--shard is {text!r}, which is no share.\n"
-                "  Write --shard 2/4 for the second of four."
-            )
-        number, count = (int(part) for part in text.split("/"))
-        if not 1 <= number <= count:
-            raise ConfigError(
-                f"--shard is {text}, and shares of {count} are counted from 1 to {count}.\n"
-                f"  Write --shard 1/{count} for the first of them."
-            )
-        return cls(number, count)
-
-    def __str__(self) -> str:
-        return f"{self.number}/{self.count}"
-
-
 def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console: Console) -> None:
     """Tokenize the missing slices of the share, without finishing the result."""
-    share = Share.parse(text)
+    number, count = _parse_share(text)
+    share = f"{number}/{count}"
     if rebuild != RebuildOptions():
         raise ConfigError(
             "--shard does what is missing, so it goes with neither --force nor --from.\n"
@@ -65,15 +39,15 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
         summary = f"all of it is cached in {step.where}"
     else:
         try:
-            did = stage.prepare_share(step.path, share.number - 1, share.count)
+            progress = stage.prepare_share(step.path, number - 1, count)
         except OSError as error:
             raise StageError(
                 f"share {share} of prepare failed: {describe_os_error(error)}\n"
                 "  Finished slices are kept; run the same command again to resume."
             ) from error
-        status, counts = ("ran" if did.done else "cached"), asdict(did)
+        status, counts = ("ran" if progress.done else "cached"), asdict(progress)
         summary = "once all shares have ended, penstock prepare without --shard finishes the data"
-    facts = {"share": str(share), **counts}
+    facts = {"share": share, **counts}
     seconds = time.monotonic() - started
     console.outcomes.append(
         StageResult(
@@ -83,3 +57,18 @@ def prepare_share(request: Request, text: str, rebuild: RebuildOptions, console:
     console.say(f"prepare: share {share} did {counts['done']} of its {counts['slices']} slices")
     console.say(f"  {summary}")
     console.result(outcome_table(console.outcomes))
+
+
+def _parse_share(text: str) -> tuple[int, int]:
+    """The number of a share, from 1, and the number of all. Raises ConfigError."""
+    if not re.fullmatch(r"\d{1,9}/[1-9]\d{0,8}", text, re.ASCII):
+        raise ConfigError(
+            f"--shard is {text!r}, which is no share.\n  Write --shard 2/4 for the second of four."
+        )
+    number, count = (int(part) for part in text.split("/"))
+    if not 1 <= number <= count:
+        raise ConfigError(
+            f"--shard is {text}, and shares of {count} are counted from 1 to {count}.\n"
+            f"  Write --shard 1/{count} for the first of them."
+        )
+    return number, count

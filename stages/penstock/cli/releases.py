@@ -1,6 +1,5 @@
 """`penstock releases list|show|verify|rollback|prune`: the releases of a run."""
 
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
 
@@ -42,13 +41,20 @@ def list_releases(console: Console, location: Where) -> JsonObject:
 
 def show_release(console: Console, location: Where, number: Number = None) -> JsonObject:
     """Print one release: folder, lineage, metrics and decisions."""
+    import yaml
+
     store = _open_store(location)
     chosen = store.latest() if number is None else number
     if chosen is None:
         raise ConfigError(f"{store.where} holds no releases.\n  penstock recur makes the first.")
     manifest, folder = store.manifest(chosen), store.folder(chosen)
     decisions = store.decisions()[-SHOWN_DECISIONS:]
-    console.result(_format_release(manifest, folder, decisions))
+    facts = {name: value for name, value in manifest["facts"].items() if name != "data_files"}
+    shown = {"path": str(folder), **manifest, "facts": facts}
+    del shown["files"]
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()
+    lines = [f"{decision['time']}  {decision['line']}" for decision in decisions]
+    console.result("\n".join([text, "", "latest decisions:", *lines]))
     return {"manifest": manifest, "path": str(folder), "decisions": decisions}
 
 
@@ -109,15 +115,15 @@ def prune_releases(
 
     store = _open_store(location)
     with store.writing(console.say):
-        doomed = prunable(store, keep_last)
-        for number in doomed:
+        chosen = prunable(store, keep_last)
+        for number in chosen:
             if not dry_run:
                 store.delete(number)
             console.result(
                 f"{'would delete' if dry_run else 'deleted'} {release_folder_name(number)}"
             )
-    console.result(f"{len(doomed)} releases")
-    return {"pruned": doomed}
+    console.result(f"{len(chosen)} releases")
+    return {"pruned": chosen}
 
 
 def _open_store(location: str) -> "ReleaseStore":
@@ -155,18 +161,6 @@ def _format_figures(evaluation: dict[str, Any] | None) -> str:
     text = f"{metric} {evaluation['new'][metric]:.6g}"
     before = evaluation["released"].get(metric)
     return text if before is None else f"{text} (before: {before:.6g})"
-
-
-def _format_release(
-    manifest: dict[str, Any], folder: Path, decisions: Sequence[dict[str, Any]]
-) -> str:
-    import yaml
-
-    facts = {k: v for k, v in manifest["facts"].items() if k != "data_files"}
-    shown = {**{k: v for k, v in manifest.items() if k != "files"}, "facts": facts}
-    text = yaml.safe_dump({"path": str(folder), **shown}, sort_keys=False, allow_unicode=True)
-    lines = [f"{decision['time']}  {decision['line']}" for decision in decisions]
-    return "\n".join([text.rstrip(), "", "latest decisions:", *lines])
 
 
 commands = typer.Typer(

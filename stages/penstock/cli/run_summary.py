@@ -30,14 +30,14 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
         ]
         result["next"] = shlex.join(["penstock", "chat", *typed])
         result["commands"] = [result["next"]]
-        if is_evaluated(result):
+        if held_out_losses(result):
             result["commands"].append(shlex.join(["penstock", "eval", *typed]))
         result["commands"] += serving_commands(Path(result["model"]))
     console.more["result"] = result
     rows = [(name, str(result[name])) for name in ("model", "report") if result[name]]
     if "train" in done:
         rows.append(("train", training_numbers(result)))
-        if not is_evaluated(result):
+        if not held_out_losses(result):
             settings = "data.val_set_size, train.eval_steps"
             rows.append(("", f"nothing was evaluated ({settings}), so no number is of new data"))
     if "push" in done:
@@ -47,9 +47,9 @@ def print_summary(config: Path, overrides: Sequence[Override], console: Console)
     console.result("\n".join(f"{name:7}  {text}" for name, text in rows))
 
 
-def is_evaluated(result: dict[str, Any]) -> bool:
-    """Whether the run was evaluated on held-out data."""
-    return any(name.startswith("eval_") and name.endswith("loss") for name in result)
+def held_out_losses(result: dict[str, Any]) -> list[str]:
+    """The names of the losses on held-out data; empty if the run was not evaluated."""
+    return [name for name in result if name.startswith("eval_") and name.endswith("loss")]
 
 
 def serving_commands(folder: Path) -> list[str]:
@@ -73,6 +73,5 @@ def training_numbers(result: dict[str, Any]) -> str:
     if (final_loss := result.get("final_loss")) is not None:
         before = f"{result['first_loss']:.4g} -> " if result["first_loss"] is not None else ""
         figures.append(f"loss {before}{final_loss:.4g}")
-    held_out = [name for name in result if name.startswith("eval_") and name.endswith("loss")]
-    figures += [f"{name} {result[name]:.4g}" for name in held_out]
+    figures += [f"{name} {result[name]:.4g}" for name in held_out_losses(result)]
     return ", ".join(figures)

@@ -49,17 +49,12 @@ def main(argv: list[str]) -> int:
                 stage.follow(step.path)
         if rank == 0:
             console.result(outcome_table(console.outcomes))
-        _destroy_process_group()
+        if "torch" in sys.modules:
+            from penstock.engine.distributed.ranks import destroy_process_group
+
+            destroy_process_group()
 
     return run(console, command)
-
-
-def _destroy_process_group() -> None:
-    """Destroy the process group, if it was initialized."""
-    if "torch" in sys.modules:
-        from penstock.engine.distributed.ranks import destroy_process_group
-
-        destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -2,11 +2,11 @@
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console, table
+from penstock.cli.inspect_commands import TranslateOptions
 from penstock.config.loading import yaml12
 from penstock.config.loading.fault import shown
 from penstock.config.translate.fit_parallel_sizes import Devices, devices_here
@@ -49,20 +49,6 @@ MAX_VALUE_CHARS = 36
 """Maximum characters of a value in a line of the report."""
 
 
-@dataclass(frozen=True)
-class TranslateOptions:
-    """The options of the command line."""
-
-    file: Path
-    output: Path | None = None
-    ranks: int | None = None
-    """Ranks to fit parallel sizes to, each with a GPU; None: this machine's."""
-    dialect: str | None = None
-    """The tool that the file is written for; None: detected."""
-    strict: bool = False
-    """Refuse keys that are not translated and values with a doubtful meaning."""
-
-
 def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any]:
     """Print the translated config, or write it with the report beside it; log the report. The exit
     code is `WITH_GAPS` if keys are not translated.
@@ -70,12 +56,13 @@ def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any
     Raises ConfigError if the file is no training config, or with `strict` has gaps or doubtful
     values, and StageError if a file cannot be written.
     """
-    devices = Devices(options.ranks) if options.ranks else devices_here()
+    devices = Devices(options.world_size) if options.world_size else devices_here()
     translation = load_translation(options.file, options.dialect, devices)
     console.say(report(translation))
     gaps = translation.of(*GAPS)
-    if options.strict:
-        _require_whole(translation, options.file)
+    if options.strict and (refused := translation.of(*GAPS, "doubtful")):
+        reasons = "\n".join(f"  {line.key}: {line.why}" for line in refused)
+        raise ConfigError(f"{options.file} cannot be translated\n{reasons}")
     if gaps:
         console.exit_code = WITH_GAPS
         keys = ", ".join(line.key for line in gaps)
@@ -86,12 +73,6 @@ def translate_file(options: TranslateOptions, console: Console) -> dict[str, Any
         _write(options.output, text, record)
     console.result(str(options.output) if options.output else text.rstrip())
     return {**record, "output": str(options.output) if options.output else None}
-
-
-def _require_whole(translation: Translation, file: Path) -> None:
-    if lines := translation.of(*GAPS, "doubtful"):
-        reasons = "\n".join(f"  {line.key}: {line.why}" for line in lines)
-        raise ConfigError(f"{file} cannot be translated\n{reasons}")
 
 
 def _write(target: Path, text: str, record: Mapping[str, Any]) -> None:
@@ -188,9 +169,9 @@ def _marks(translation: Translation) -> dict[str, Kind]:
         for name in line.names:
             kinds.setdefault(name, set()).add(line.kind)
     marks: dict[str, Kind] = {}
-    for name, of_lines in kinds.items():
+    for name, line_kinds in kinds.items():
         for kind in COMMENTED:
-            if of_lines == {kind} or (kind != "assumed" and kind in of_lines):
+            if line_kinds == {kind} or (kind != "assumed" and kind in line_kinds):
                 marks[name] = kind
     return marks
 

@@ -16,6 +16,7 @@ def raise_usage_error(error: Any) -> None:
     """
     if isinstance(error, ConfigError):
         raise error
+    # typer vendors click as a private module, so its errors are told apart by name and attributes.
     if type(error).__name__ == NO_ARGS_ERROR:
         error.show()
         raise SystemExit(error.exit_code)
@@ -58,6 +59,7 @@ def require_one_value(command: Any, arguments: Sequence[str]) -> None:
         name: param
         for param in command.params
         for name in param.opts
+        # Arguments have no `is_flag`; neither they nor flags take a value after their name.
         if not (getattr(param, "is_flag", True) or param.multiple)
     }
     values: dict[str, str] = {}

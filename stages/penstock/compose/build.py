@@ -85,6 +85,7 @@ def compose_config(
     """
     text_config = _text_config(text)
     vision = form.vision_entries(encoder)
+    # For its error: the file is read again once all weights are written.
     encoder.read_preprocessor()
     tokenizer = with_tokens(text.tokenizer, text.tokenizer_revision, form.tokens)
     ids = [int(tokenizer.convert_tokens_to_ids(token)) for token in form.tokens]
@@ -100,6 +101,7 @@ def compose_config(
         "tie_word_embeddings": bool(text_config.get("tie_word_embeddings", False)),
         "dtype": str(declared_dtype(text_config) or torch.float32).removeprefix("torch."),
     }
+    # For its errors: the whole must be a model that can be trained.
     get_family(config, "native").read(config)
     return config, text_config, tokenizer
 

@@ -33,6 +33,8 @@ SHARED = (
 )
 """Fields of a SigLIP's config that Idefics3's tower has."""
 
+# How images are prepared where the encoder's preprocessor_config.json does not say it: as SigLIP's
+# image processor does.
 PREPARED: Mapping[str, Any] = {
     "do_convert_rgb": True,
     "do_normalize": True,
@@ -42,8 +44,6 @@ PREPARED: Mapping[str, Any] = {
     "resample": 3,
     "rescale_factor": 1 / 255,
 }
-"""How images are prepared where the encoder's preprocessor_config.json does not say it: as SigLIP's
-image processor does."""
 
 POOLS = "head."
 """Beginning of the names of what pools SigLIP's features to one."""

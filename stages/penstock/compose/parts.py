@@ -70,6 +70,8 @@ class Encoder:
         from transformers import AutoConfig  # noqa: PLC0415 - takes seconds
 
         config = self.read()
+        # A CLIP's config.json is of a text model, too; that of a tower alone is the vision config
+        # itself.
         vision_config = {
             k: v for k, v in config.get("vision_config", config).items() if k != "model_type"
         }
@@ -87,6 +89,8 @@ class Encoder:
             torch.manual_seed(seed)
             model = AutoModel.from_config(config, dtype=torch.float32)
         if self.weights:
+            # AutoModel would take the class that the folder's config.json names, with a text model.
             load = type(model).from_pretrained
+            # Not *.bin: unpickling can run code.
             model = load(self.weights, config=config, dtype="auto", use_safetensors=True)
         return model.state_dict()

@@ -7,7 +7,10 @@ from penstock.compose.form import IMAGE_TOKEN
 from penstock.core.errors import CapabilityError
 from penstock.rows.tokenizer import load_tokenizer
 
+# Before a chat template whose messages have one text: it joins the parts of each message, with the
+# image token for an image.
 FLATTEN = (
+    # Namespaces: in Jinja, what is `set` in a loop is gone after each pass.
     "{%- set flat = namespace(messages=[]) -%}"
     "{%- for message in messages -%}"
     "{%- set text = namespace(content='') -%}"
@@ -22,8 +25,6 @@ FLATTEN = (
     "{%- endfor -%}"
     "{%- set messages = flat.messages -%}"
 ).replace("IMAGE", IMAGE_TOKEN)
-"""Before a chat template whose messages have one text: it joins the parts of each message, with the
-image token for an image."""
 
 
 def with_tokens(tokenizer: str, revision: str | None, tokens: Sequence[str]) -> Any:

@@ -63,6 +63,7 @@ def eval_identity_fields(run: RunConfig) -> dict[str, Any] | None:
     fields = train.model_dump(
         mode="json", include=set(fields_keyed(TrainConfig, "if evaluations decide"))
     )
+    # In `metrics`, with the versions of the packages that have them.
     del fields["eval_metrics"]
     # Left out if unset, so that keys from before the field existed stay valid.
     if fields["eval_rows_per_batch"] is None or not train.counts_batches:

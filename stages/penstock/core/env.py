@@ -52,6 +52,7 @@ def num_gpus() -> int:
     present = len([p for p in Path("/dev").glob("nvidia[0-9]*") if p.name[6:].isdigit()])
     if visible is None:
         return present
+    # Slurm sets NoDevFiles in a job without GPUs; CUDA ends the list at -1.
     named = [part for part in visible.split(",") if part.strip() not in ("", "-1", "NoDevFiles")]
     return min(present, len(named))
 
@@ -93,6 +94,7 @@ def master_address() -> tuple[str, int] | None:
 
 def agent_serves_store() -> bool:
     """Whether torchrun's agent serves the rendezvous store, instead of rank 0."""
+    # torchrun writes str(True).
     return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
@@ -137,6 +139,7 @@ def be_rank_of_slurm() -> None:
 
 def hub_is_offline() -> bool:
     """Whether the user has set Hugging Face libraries to offline mode."""
+    # The values that huggingface_hub reads as true (its constants.py).
     return os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "TRUE", "YES", "ON")
 
 
@@ -147,6 +150,7 @@ def hub_token() -> str | None:
 
 def s3_endpoint() -> str | None:
     """The S3 endpoint, if it is not Amazon's."""
+    # In botocore's order: the variable of the service wins over that of all services.
     return os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL") or None
 
 
@@ -183,6 +187,7 @@ def wandb_is_logged_in() -> bool:
     """Whether Weights & Biases would find credentials."""
     if os.environ.get("WANDB_API_KEY"):
         return True
+    # Where `wandb login` stores the key.
     netrc = Path.home() / ".netrc"
     return netrc.is_file() and "api.wandb.ai" in netrc.read_text(errors="replace")
 
@@ -265,8 +270,8 @@ def openmp_waiting() -> dict[str, str]:
     return {} if "OMP_WAIT_POLICY" in os.environ else {"GOMP_SPINCOUNT": str(OPENMP_SPINS)}
 
 
+# Settings of PyTorch's caching allocator; the second is the older name.
 ALLOCATOR = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")
-"""Settings of PyTorch's caching allocator; the second is the older name."""
 
 
 def cuda_allocator() -> dict[str, str]:
@@ -282,6 +287,8 @@ def terminal_width() -> dict[str, str]:
     stderr is not a terminal."""
     try:
         width = os.get_terminal_size(sys.stderr.fileno()).columns
+    # A notebook's stream has no file descriptor (io.UnsupportedOperation); a closed one raises
+    # ValueError.
     except (OSError, ValueError):
         return {}
     return {"COLUMNS": str(width)} if width else {}  # Some terminals report a width of 0.

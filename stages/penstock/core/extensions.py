@@ -38,6 +38,7 @@ class UnknownPartError(ConfigError):
     """Neither Penstock nor an installed package has a part of this name."""
 
 
+# eq=False leaves the hash of the object, under which `_load` is cached; a mapping has none.
 @dataclass(frozen=True, eq=False)
 class Registry:
     """The parts of one kind. Every method that takes a name raises ConfigError if no part has it,
@@ -127,6 +128,7 @@ def _load(registry: Registry, name: str) -> Any:
         return _resolve(target) if isinstance(target, str) else target
     try:
         part = entry.load()
+    # A module that calls sys.exit while it is imported would end this process without a message.
     except (Exception, SystemExit) as error:
         raise ConfigError(
             f"{registry.noun} {name!r} of {_package(entry)} cannot be imported: "

@@ -16,8 +16,8 @@ from filelock import FileLock, Timeout
 from penstock.core.errors import StageError
 from penstock.core.os_errors import describe_os_error
 
+# What file systems without locks answer.
 NO_LOCK_ERRNOS = frozenset({errno.ENOLCK, errno.ENOTSUP, errno.EOPNOTSUPP, errno.ENOSYS})
-"""What file systems without locks answer."""
 
 NO_LOCKS = "its file system has no locks (flock)"
 REMEDY = "name a folder on a local disk, or mount the network file system with its lock service"
@@ -55,6 +55,7 @@ def is_locked(path: Path) -> bool:
 def refusal_to_write(folder: Path) -> str | None:
     """Why no files can be written and locked in `folder`, which may not exist yet; None if they
     can. Creates and removes a uniquely named folder in it, or in its nearest existing parent."""
+    # mkdir(2) fails at a link that leads nowhere, for which `exists` is False.
     existing = next(
         parent for parent in (folder, *folder.parents) if parent.exists() or parent.is_symlink()
     )

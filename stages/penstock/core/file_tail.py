@@ -23,6 +23,7 @@ class FileTail:
         except OSError:
             return
         with stream:
+            # Of what is open: the name may lead to another file by now.
             stat = os.fstat(stream.fileno())
             # The inode number alone is not enough: the next file may reuse that of a deleted one.
             file_id = stat.st_ino, stream.readline()

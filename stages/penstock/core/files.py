@@ -31,6 +31,7 @@ def atomic_write(target: Path) -> Generator[Path]:
 
 def fsync(path: Path) -> None:
     """Force a file's or a folder's content to the disk."""
+    # For reading is enough: fsync(2) flushes the pages of the file, whoever wrote them.
     descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)

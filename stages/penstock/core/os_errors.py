@@ -8,12 +8,12 @@ from pathlib import Path
 
 FULL = frozenset({errno.ENOSPC, errno.EDQUOT})
 
+# Messages of writers that hide the errno: safetensors and Arrow, NumPy, torch.
 _NO_ROOM = re.compile(
     r"No space left on device|Disk quota exceeded|os error (28|122)\b"
     r"|\d+ requested and \d+ written"
     r"|enforce fail at inline_container\.cc|PytorchStreamWriter failed writing file"
 )
-"""Messages of writers that hide the errno: safetensors and Arrow, NumPy, torch."""
 
 
 def describe_os_error(error: BaseException, folder: Path | None = None) -> str:

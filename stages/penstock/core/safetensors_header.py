@@ -27,8 +27,8 @@ WIDTHS = {
 }
 """Bytes per element of each supported dtype."""
 
+# First bytes of a Git LFS pointer file, whose content was not downloaded.
 LFS = b"version https://git-lfs"
-"""First bytes of a Git LFS pointer file, whose content was not downloaded."""
 
 
 @dataclass(frozen=True)
@@ -80,6 +80,7 @@ def read_header(file: Path) -> Mapping[str, Entry]:
         require_regular(file)
         with file.open("rb") as stream:
             first = stream.read(8)
+            # An empty file begins every text.
             if LFS.startswith(first) and first:
                 raise unreadable(file, "it is a pointer of Git LFS (git lfs pull fetches the file)")
             length = int.from_bytes(first, "little")

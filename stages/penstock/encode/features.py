@@ -103,6 +103,7 @@ class Features:
         count = write_images(
             part, (stored.get(digest) or self._encode(digest) for digest in digests)
         )
+        # Its note is on the disk at once, and must not name a file that is not.
         fsync(part)
         log.info("encode: %s has %d images", part.name, count)
         return {"images": count}

@@ -263,6 +263,7 @@ def assemble(
     # Collect them again: `Module.to` may replace a parameter by a new object.
     params = local_params(parts, shards, mesh, train)
     set_grad_dtype(train, params)
+    # After the dtype of gradients is set, which the copies take over.
     cpu_offload = CPUOffloadedParams.of(params) if train.optimizer_offload == "cpu" else None
     optimizer_params = cpu_offload.host_params if cpu_offload else params
     optimizer = build_distributed_optimizer(
@@ -431,6 +432,7 @@ def build_empty(
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
             inject(model, lora_spec(run, family), vision=base.vision)
+            # Nothing is ever added to frozen matrices: fp32 would only cost memory.
             if saves_adapters_only(run.lora):
                 computes_in: torch.dtype = getattr(torch, run.train.computes_in)
                 cast_params(computes_in, model, frozen_matrices=True)

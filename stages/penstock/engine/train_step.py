@@ -134,6 +134,7 @@ class TrainStep:
         for part in self.parts:
             part.before_forward(step)
         self.ranks.heartbeat.set_phase("forward")
+        # Before the passes: a fused optimizer steps during them.
         set_lr(self.optimizer, lr)
         local_loss = self.model.forward_backward(step.calls) / step.scale
         upcoming = prefetch()
@@ -153,6 +154,7 @@ class TrainStep:
             self.optimizer.step()
             for part in self.parts:
                 part.after_update(step)
+        # Not `optimizer.zero_grad`, which under CPU offload knows the host's copies alone.
         for local_param in self.model.trainable:
             local_param.parameter.grad = None
         metrics: dict[str, Any] = {}
@@ -253,7 +255,7 @@ class TrainStep:
     def _counts_per_replica(
         self, tokens: float, trained: float, loss_weight: float, sub_batches: tuple[int, ...]
     ) -> TokenCounts:
-        """Every rank of a replica counts the same batch, so the sums over all ranks are divided."""
+        # Every rank of a replica counts the same batch, so the sums over all ranks are divided.
         ranks = self.model.model_parallel_size
         return TokenCounts(
             round(tokens) // ranks, round(trained) // ranks, loss_weight / ranks, sub_batches

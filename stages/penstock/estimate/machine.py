@@ -4,7 +4,7 @@ Modules about models are imported only where a check needs them: most cached run
 """
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import replace
 from difflib import get_close_matches
 from importlib.metadata import PackageNotFoundError, version
@@ -17,12 +17,10 @@ from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core import env
-from penstock.core.cache.digest_cache import cached_value
-from penstock.core.cache.record import digest_json
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.extensions import OPTIMIZERS
 from penstock.core.machine.gpus import Gpus, detect_gpus
-from penstock.core.remote.urls import is_url, redact
+from penstock.core.remote.urls import is_url
 from penstock.core.sources.hub import local_folder
 from penstock.core.sources.hub_login import require_hub, require_login
 from penstock.core.sources.pin import CONFIG_AND_CODE, pin_config
@@ -56,23 +54,17 @@ from penstock.engine.validate_model import (
 )
 from penstock.models.builtin import SCHEME
 from penstock.models.hf_config import HfConfig
-from penstock.prepare.stage import Prepare
 from penstock.train.launch.torchrun import num_local_ranks
 from penstock.train.trackers.registry import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
 
 if TYPE_CHECKING:
-    from penstock.media.bounds import MediaBounds
     from penstock.models.family import Family
     from penstock.models.weights import WeightMap
 
-CONFIG_ALONE = ("config.json",)
 
 MIN_TORCH_FOR_SPLIT_BACKWARD = Version("2.12")
 """The first PyTorch version that runs the schedules in SPLIT_BACKWARD."""
-
-QUACK = "quack-kernels"
-"""The distribution name: other packages can also be imported as `quack`."""
 
 
 def world_size(run: RunConfig) -> int:
@@ -83,8 +75,9 @@ def world_size(run: RunConfig) -> int:
 
 def check_machine(run: RunConfig) -> None:
     """Refuse a run that this machine cannot train, or a layout that does not fit the ranks."""
-    asks = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
-    devices = detect_gpus() if asks else Gpus(env.num_gpus())
+    # nvidia-smi, which says more than the number of GPUs, takes up to a second.
+    needs_details = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
+    devices = detect_gpus() if needs_details else Gpus(env.num_gpus())
     gpus = devices.count
     check_foundation_entries(run)
     check_attention(run.model.attn_implementation, gpus)
@@ -95,11 +88,8 @@ def check_machine(run: RunConfig) -> None:
             "device, and there is none.\n"
             "  Write native or eager, or leave it out to get the best there is."
         )
-    if run.model.moe_implementation == "quack" and not is_installed(QUACK):
-        raise CapabilityError(
-            f"model.moe_implementation is quack, and the package {QUACK} is not installed.\n"
-            "  pip install 'penstock[quack]', or leave it out to get the best there is."
-        )
+    if run.model.moe_implementation == "quack":
+        require_quack()
     require_nvlink(run, devices)
     if run.train.enable_fp8_training:
         check_fp8(run, devices.capability)
@@ -140,6 +130,18 @@ def check_machine(run: RunConfig) -> None:
     check_adapted_layers(run)
     check_layout(run, gpus)
     require_one_machine(run, world_size(run), num_local_ranks(run))
+
+
+def require_quack() -> None:
+    """Refuse QuACK's kernels without their package, by its distribution's name: other packages can
+    also be imported as `quack`."""
+    try:
+        version("quack-kernels")
+    except PackageNotFoundError:
+        raise CapabilityError(
+            "model.moe_implementation is quack, and the package quack-kernels is not installed.\n"
+            "  pip install 'penstock[quack]', or leave it out to get the best there is."
+        ) from None
 
 
 def check_schedule(train: TrainConfig) -> None:
@@ -240,21 +242,17 @@ def with_prompts_apart(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
         if config.whole_past is None:
             return run, ()
         why = config.whole_past
-    apart = run.model_copy(update={"data": data.model_copy(update={"share_prompts": False})})
     note = f"data: prompts are stored before each answer; {why} cannot share them"
-    return apart, (note,)
+    return run.with_fields("data", share_prompts=False), (note,)
 
 
 def check_fp8(run: RunConfig, capability: tuple[int, int] | None) -> None:
     """Refuse fp8 training on GPUs that do not support it, and for layers that cannot use it."""
     from penstock.engine.precision.fp8_layers import float8_layers, require_float8
-    from penstock.models.registry import get_family
 
     require_float8(capability)
-    config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
-    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
-    float8_layers(run.train, names, family.roles)
+    config, family = resolve_family(run)
+    float8_layers(run.train, _tensor_names(run, config, family), family.roles)
 
 
 def check_adapted_layers(run: RunConfig) -> tuple[str, ...]:
@@ -264,11 +262,8 @@ def check_adapted_layers(run: RunConfig) -> tuple[str, ...]:
     if not run.lora.enable_lora or not isinstance(targets, list):
         return ()
     from penstock.adapters.match_targets import require_layers
-    from penstock.models.registry import get_family
 
-    config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
-    names = _adapted_names(run, config, family)
+    names = _adapted_names(run, *resolve_family(run))
     skips = run.lora.missing_targets == "skip"
     missing = require_layers(targets, names, skip_missing=skips)
     if not missing:
@@ -283,17 +278,10 @@ def unmatched_no_decay(run: RunConfig) -> tuple[str, ...]:
     """Notes that name entries of `no_decay_modules` and `no_decay_params` that are in no name of a
     parameter of this model."""
     train = run.train
-    patterns = {
-        "no_decay_modules": train.no_decay_modules,
-        "no_decay_params": train.no_decay_params,
-    }
-    if run.lora.enable_lora or not train.decays_weights or not any(patterns.values()):
+    has_patterns = train.no_decay_modules or train.no_decay_params
+    if run.lora.enable_lora or not train.decays_weights or not has_patterns:
         return ()
-    from penstock.models.registry import get_family
-
-    config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend)
-    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv).native_names()
+    names = _tensor_names(run, *resolve_family(run)).native_names()
     modules = [name.rpartition(".")[0] for name in names]
     parts = {part for name in names for part in name.split(".") if not part.isdecimal()}
     notes: list[str] = []
@@ -304,15 +292,6 @@ def unmatched_no_decay(run: RunConfig) -> tuple[str, ...]:
                 meant = f"; did you mean {near[0]}?" if near else ""
                 notes.append(f"train.{field}: {pattern} is in no name of this model{meant}")
     return tuple(notes)
-
-
-def is_installed(package: str) -> bool:
-    """Whether a package is installed, by its distribution name."""
-    try:
-        version(package)
-    except PackageNotFoundError:
-        return False
-    return True
 
 
 def check_weights(run: RunConfig) -> None:
@@ -334,10 +313,8 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
     from penstock.engine.validate_backend import require_backend
     from penstock.models.automodel.family import AutoFamily
     from penstock.models.multimodal import language_config
-    from penstock.models.registry import get_family
 
-    config = resolve_hf_config(run)
-    family = get_family(config, run.model.backend, adapters=run.lora.enable_lora)
+    config, family = resolve_family(run)
     shape = family.read(config)
     require_backend(run, family, shape)
     if run.export.quantise:
@@ -346,21 +323,23 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
 
         quantizer_for(run.export.quantise, family, family.weight_map(shape))
     require_mtp(run.train, config)
-    if not isinstance(family, AutoFamily):
-        require_fused_projections(run, language_config(config))
-        require_unnormalized_queries(run.train, language_config(config))
-        require_dense_attention(run.train, language_config(config))
-    if run.model.trust_remote_code and not isinstance(family, AutoFamily):
-        raise ConfigError(
-            f"model.trust_remote_code is true, and {family.model_type} is computed by Penstock's "
-            "own code, not by the model's.\n"
-            "  Leave trust_remote_code out, or write model.backend: transformers."
-        )
-    if run.data.encode_images and isinstance(family, AutoFamily):
-        raise ConfigError(
-            f"data.encode_images is true, and models of type {config.get('model_type')} are "
-            "computed by transformers, images in every step.\n  Write encode_images: false."
-        )
+    if isinstance(family, AutoFamily):
+        if run.data.encode_images:
+            raise ConfigError(
+                f"data.encode_images is true, and models of type {config.get('model_type')} are "
+                "computed by transformers, images in every step.\n  Write encode_images: false."
+            )
+    else:
+        text_config = language_config(config)
+        require_fused_projections(run, text_config)
+        require_unnormalized_queries(run.train, text_config)
+        require_dense_attention(run.train, text_config)
+        if run.model.trust_remote_code:
+            raise ConfigError(
+                f"model.trust_remote_code is true, and {family.model_type} is computed by "
+                "Penstock's own code, not by the model's.\n"
+                "  Leave trust_remote_code out, or write model.backend: transformers."
+            )
     if run.data.encode_images:
         from penstock.engine.vision.encoded import require_encodable
         from penstock.models.vision.types import read_vision
@@ -381,6 +360,18 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
             "  Name a folder or hub id that has the weights of all parts."
         )
     return _check_base_files(run, config, family, shape.num_hidden_layers)
+
+
+def resolve_family(run: RunConfig) -> tuple[HfConfig, "Family"]:
+    """The model's config.json and its family. Raises CapabilityError as `get_family`."""
+    from penstock.models.registry import get_family
+
+    config = resolve_hf_config(run)
+    return config, get_family(config, run.model.backend, adapters=run.lora.enable_lora)
+
+
+def _tensor_names(run: RunConfig, config: HfConfig, family: "Family") -> "WeightMap":
+    return family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
 
 
 def _check_base_files(
@@ -470,7 +461,7 @@ def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "Weigh
     from penstock.adapters.match_targets import names_vision
 
     targets = run.lora.lora_target_modules
-    names = family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
+    names = _tensor_names(run, config, family)
     if names.multimodal and isinstance(targets, list) and any(map(names_vision, targets)):
         from penstock.engine.vision.build import build_outline
 
@@ -478,138 +469,11 @@ def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "Weigh
     return names
 
 
-def check_media(run: RunConfig, stage: Prepare, *, packs: bool, trains: bool) -> None:
-    """Refuse data whose first records have media that this model or run cannot take, and bounds
-    that its processor cannot keep to: what only the stages that read them would find out otherwise.
-    Names the data set."""
-    from penstock.media.kinds import KINDS
-
-    _check_media_bounds(run, stage)
-    checked: set[str] = set()
-    for location, kind, suffixes in _first_media(stage):
-        try:
-            _require_packages(kind, suffixes)
-            if kind in checked:
-                continue
-            checked.add(kind)
-            _require_media_processor(run, stage, kind)
-            if packs and run.data.sample_packing_method == "wrapped":
-                from penstock.pack.plan_rows import wrapped_images
-
-                raise wrapped_images()
-            if trains:
-                _require_trained(run, kind)
-        except (ConfigError, CapabilityError) as error:
-            raise type(error)(f"{location} has {KINDS[kind].plural}. {error}") from error
-
-
-def _check_media_bounds(run: RunConfig, stage: Prepare) -> None:
-    """Refuse a number of pixels or frames of a data set that no processor of the model keeps to."""
-    settings = stage.settings
-    for name in ("datasets", "test_datasets"):
-        for index, dataset in enumerate(getattr(settings, name)):
-            bounds = dataset.media_bounds
-            for kind in bounds.kinds:
-                location = f"data.{name}.{index}"
-                try:
-                    is_kept = _has_media_processor(stage, kind, bounds)
-                except (ConfigError, CapabilityError) as error:
-                    raise type(error)(f"{location}.{error}") from error
-                if not is_kept:
-                    model = redact(run.model.tokenizer_source)
-                    raise ConfigError(
-                        f"{location}.{' and '.join(bounds.of(kind))}: {model} has no {kind} "
-                        "processor (preprocessor_config.json beside its tokenizer).\n  Leave it "
-                        "out, or use another model."
-                    )
-
-
-def _require_trained(run: RunConfig, kind: str) -> None:
-    """Refuse a model that is not trained on media of this kind, or settings that cannot be honoured
-    with them."""
-    from penstock.engine.vision.build import check_videos, checked_vision
-    from penstock.engine.vision.image_text import require_audio
-    from penstock.models.registry import get_family
-
-    hf_config = resolve_hf_config(run)
-    family = get_family(hf_config, run.model.backend, adapters=run.lora.enable_lora)
-    config = family.read(hf_config)
-    if kind == "audio":
-        require_audio(hf_config, config)
-    vision = checked_vision(run, hf_config, config, images=True)
-    if kind == "video":
-        check_videos(config, vision)
-
-
-def _require_packages(kind: str, suffixes: Sequence[str]) -> None:
-    """Refuse files whose names say that packages are needed which are not installed."""
-    from penstock.media.kinds import DECODED_BY, has_extra
-
-    decoded = DECODED_BY.get(kind)
-    named = [suffix for suffix in suffixes if decoded and suffix in decoded.suffixes]
-    if decoded and named and not has_extra(decoded.extra):
-        raise CapabilityError(
-            f"Files that end in {', '.join(named)} need further packages.\n"
-            f"  pip install 'penstock[{decoded.extra}]', or {decoded.otherwise}."
-        )
-
-
-def _first_media(stage: Prepare) -> Iterator[tuple[str, str, Sequence[str]]]:
-    """(field of the data set, kind, suffixes of the files' names) of the media in the first records
-    of each data set that are read. Data of the hub is not looked at, which may need the network."""
-    from penstock.prepare.readers.first_media import find_first_media
-
-    settings = stage.settings
-    fields = {
-        "datasets": zip(stage.sources, settings.datasets, strict=True),
-        "test_datasets": zip(stage.test_sources, settings.test_datasets, strict=True),
-    }
-    for name, data in fields.items():
-        for index, (source, dataset) in enumerate(data):
-            is_used = name != "datasets" or not settings.mix or settings.mix[index].weight
-            if not is_used or source.pin["kind"] == "hub":
-                continue
-            media = find_first_media(source, dataset, settings.select_columns, stage.hub_token)
-            for kind in sorted(media):
-                yield f"data.{name}.{index}", kind, media[kind]
-
-
-def _require_media_processor(run: RunConfig, stage: Prepare, kind: str) -> None:
-    """Refuse a model without a processor of this kind, unless records may be left out for it, and
-    one that is not supported."""
-    from penstock.media.bounds import UNBOUNDED
-    from penstock.media.kinds import KINDS
-
-    name = redact(run.model.tokenizer_source)
-    if not _has_media_processor(stage, kind, UNBOUNDED) and not run.data.bad_rows_allowed:
-        raise ConfigError(
-            f"{name} has no {kind} processor (preprocessor_config.json beside its tokenizer).\n"
-            f"  Use a model that takes {KINDS[kind].plural}, or data without them."
-        )
-
-
-def _has_media_processor(stage: Prepare, kind: str, bounds: "MediaBounds") -> bool:
-    """Whether the model has a processor of this kind. Raises as `load_processor`, once for each
-    tokenizer."""
-
-    def find() -> bool:
-        from penstock.media.load import load_processor
-        from penstock.rows.tokenizer import load_tokenizer
-
-        path, revision = stage.tokenizer_path, stage.tokenizer.pin.get("commit")
-        tokenizer = load_tokenizer(path, revision)
-        return load_processor(kind, path, revision, tokenizer, bounds) is not None
-
-    own = [bounds.of(kind)] if bounds.of(kind) else []
-    cache_key = [f"{kind} processor", version("transformers"), stage.tokenizer.key, *own]
-    return cached_value(digest_json(cache_key), find)
-
-
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
     """Refuse a parallel layout that the model does not support. `gpus` is the number of GPUs of
     the machines that train, if known."""
-    counts = model_dims(run) if is_model_parallel(run.train) else None
-    validate_layout(run, world_size, counts, _suggest_launches(run, gpus))
+    dims = ModelDims.of(resolve_hf_config(run)) if is_model_parallel(run.train) else None
+    validate_layout(run, world_size, dims, _suggest_launches(run, gpus))
 
 
 def why_cannot_train(run: RunConfig) -> ConfigError | CapabilityError | None:
@@ -640,8 +504,6 @@ def resolve_rows_per_step(run: RunConfig) -> int:
 def expected_rows_per_step(run: RunConfig) -> int:
     """Packed rows in one optimizer step over all ranks; of one replica if this machine cannot lay
     out the ranks, as where data is prepared for other machines."""
-    if run.train.global_batch_size is not None:
-        return run.train.global_batch_size
     dims = compute_dims(run.train, world_size(run))
     return rows_per_step(run.train, dims.num_replicas if isinstance(dims, ParallelDims) else 1)
 
@@ -650,11 +512,6 @@ def rows_per_step_to_pack(run: RunConfig) -> int:
     """Packed rows in one optimizer step by which the row length is chosen: `global_batch_size`, or
     those of one replica, so that a config packs the same rows on every machine."""
     return rows_per_step(run.train, num_replicas=1)
-
-
-def model_dims(run: RunConfig) -> ModelDims:
-    """The model dimensions in its config.json."""
-    return ModelDims.of(resolve_hf_config(run))
 
 
 def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
@@ -666,7 +523,7 @@ def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) 
     source, runs_code = run.model.config_source, run.model.trust_remote_code
     if not source.startswith(SCHEME):
         pinned = pin_config(source, with_code=runs_code, revision=run.model.code_revision)
-        files = CONFIG_AND_CODE if runs_code else CONFIG_ALONE
+        files = CONFIG_AND_CODE if runs_code else ("config.json",)
         source = str(local_folder(source, pinned, files))
     return read_hf_config(source, entries, runs_code=runs_code)
 

@@ -25,8 +25,8 @@ from penstock.rows.tokenizer import load_tokenizer
 
 Message = Mapping[str, str]  # `role` and `content`
 
+# Decoding result of an incomplete UTF-8 character, whose last bytes are not sampled yet.
 INCOMPLETE = "\N{REPLACEMENT CHARACTER}"
-"""Decoding result of an incomplete UTF-8 character, whose last bytes are not sampled yet."""
 
 
 class StoppedError(Exception):

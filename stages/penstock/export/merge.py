@@ -42,8 +42,8 @@ from penstock.models.vision.types import VISION_TYPES
 
 CONFIG = "config.json"
 WEIGHT_FORMATS = {".safetensors", ".bin", ".pt", ".pth", ".gguf", ".onnx", ".h5", ".msgpack"}
+# Files that describe only the base model.
 NOT_COPIED = {INDEX, CARD, "adapter_config.json", "training_args.bin"}
-"""Files that describe only the base model."""
 
 
 def merge_folders(base: Path, adapter: Path, out: Path) -> dict[str, Any]:
@@ -198,4 +198,5 @@ def _copy_other_files(base: Path, adapter: Path, out: Path) -> None:
 
 def _copy_file(source: Path, target: Path) -> None:
     target.write_bytes(source.read_bytes())
+    # The folder gets its name once all is on the disk.
     fsync(target)

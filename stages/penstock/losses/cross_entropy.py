@@ -197,9 +197,9 @@ class _TrainedTokens:
         )
 
     def zero(self, loss: Loss) -> torch.Tensor:
-        """Zero that depends on all tensors a loss would, so that their gradients are zeros. The
-        head is read as for a loss, not called: FSDP records the order of calls, in which ranks
-        gather weights, and it must be that of the other ranks."""
+        """Zero that depends on all tensors a loss would, so that their gradients are zeros."""
+        # The head is read as for a loss, not called: FSDP records the order of calls, in which
+        # ranks gather weights, and it must be that of the other ranks.
         with dropout_rng(self.rng):
             return compute_logits(self.hidden, self.head, loss.precision).float().sum()
 

@@ -62,6 +62,8 @@ def token_losses(
         case "dro":
             losses_T = -(logp_T * gain_T - 0.5 * params["beta"] * log_ratio_T.square())
         case "drgrpo":
+            # The estimator k3 of J. Schulman, "Approximating KL divergence"
+            # (joschu.net/blog/kl-approx.html).
             delta_T = inputs.reference_T - logp_T
             losses_T = _ppo(logp_T, inputs, {}) + params["kl_beta"] * (delta_T.exp() - delta_T - 1)
     return losses_T * inputs.factors_T
@@ -89,6 +91,7 @@ def sequence_losses(
     is_active_T = inputs.factors_T != 0
     inputs = _neutralize_masked(inputs, is_active_T)
     logp_T = logp_T.where(is_active_T, 0.0)
+    # A sample whose tokens are all masked has sums of 0.
     tokens_N = sum_by_sample(is_active_T.to(logp_T.dtype)).clamp(min=1)
     ratio_N = (sum_by_sample(logp_T.detach() - inputs.logprobs_T) / tokens_N).exp()
     # Weighted advantages times exp(logp - sg(logp)): its value is 1, its gradient that of logp.

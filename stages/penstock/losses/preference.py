@@ -121,9 +121,10 @@ def _kto_pair(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tenso
 
 
 def _kto(inputs: PreferenceInputs, config: PreferenceConfig) -> torch.Tensor:
-    """KTO (equation 8 of arXiv 2402.01306); the KL baseline is from mismatched completions."""
+    """KTO (equation 8 of arXiv 2402.01306)."""
     assert inputs.baseline_A is not None
     assert inputs.desirable_D is not None
+    # The KL baseline is from mismatched completions.
     moved_D = config.beta * (inputs.ratios_DA[:, 0] - inputs.baseline_A[1])
     good_D = config.desirable_weight * (1 - torch.sigmoid(moved_D))
     bad_D = config.undesirable_weight * (1 - torch.sigmoid(-moved_D))

@@ -11,8 +11,8 @@ from penstock.media.kinds import AUDIO_EXTRA, MAX_BYTES, MissingPackages, has_ex
 
 MAX_SECONDS = 1_800  # Maximum length of audio
 
+# Values of `wFormatTag` in a WAV file; of the last, the first two bytes of `SubFormat` say it.
 PCM, FLOAT, EXTENSIBLE = 1, 3, 0xFFFE
-"""Values of `wFormatTag` in a WAV file; of the last, the first two bytes of `SubFormat` say it."""
 
 
 class OtherFormat(BadAudio):

@@ -23,8 +23,8 @@ MAX_CHANNELS = 16
 
 BLOCK = 1 << 16  # Samples of a channel that are decoded at once
 
+# libsndfile says as many or more of a file whose header does not tell its length.
 UNKNOWN_FRAMES = 1 << 62
-"""libsndfile says as many or more of a file whose header does not tell its length."""
 
 QUALITY = "HQ"  # That of transformers and librosa
 

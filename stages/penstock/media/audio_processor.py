@@ -26,11 +26,11 @@ FORMAT = 2  # Increase it if the same settings must give other tensors
 EXTRACTORS = ("feature_extractor", "audio_processor")
 """Names of the feature extractor in a processor."""
 
+# A processor that extracts features, and leaves texts to another library (mistral-common).
 VOXTRAL = "VoxtralProcessor"
-"""A processor that extracts features, and leaves texts to another library (mistral-common)."""
 
+# Voxtral: frames of features of a token (two convolutions and a projector of 4 positions).
 FRAMES_PER_TOKEN = 8
-"""Voxtral: frames of features of a token (two convolutions and a projector of 4 positions)."""
 
 
 @dataclass(frozen=True)

@@ -84,6 +84,7 @@ class MediaCache:
     def _images(
         self, digests: Sequence[bytes], read: Callable[[bytes], bytes]
     ) -> Iterator[StoredImage]:
+        # Also those that other runs have written since.
         self._known.add([*read_notes(sorted(self.folder.glob("*.arrow")))])
         for digest in digests:
             stored = self._known.get(digest)

@@ -16,8 +16,8 @@ from penstock.media.kinds import MAX_BYTES, BadMedia, first_line
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+# Maximum pixels of an image: the number from which Pillow warns of decompression bombs.
 MAX_PIXELS = 89_478_485
-"""Maximum pixels of an image: the number from which Pillow warns of decompression bombs."""
 
 FORMATS = ("JPEG", "MPO", "PNG", "WEBP", "GIF", "BMP", "TIFF", "PPM", "AVIF")
 
@@ -76,6 +76,7 @@ def _open(content: bytes) -> "Image":
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", Image.DecompressionBombWarning)
             Image.init()  # registers the formats
+            # Of a format that it was built without, such as AVIF, Image.open raises KeyError.
             formats = [name for name in FORMATS if name in Image.OPEN]
             image = Image.open(BytesIO(content), formats=formats)
     # Raised above twice the pixels of which Pillow warns.

@@ -105,5 +105,5 @@ VIDEO = MediaKind(
 
 KINDS: Mapping[str, MediaKind] = {kind.name: kind for kind in (IMAGE, AUDIO, VIDEO)}  # By name
 
+# Every record with media has one of these as a column, a member or the type of a part.
 WORDS = tuple(keyword for kind in KINDS.values() for keyword in (*kind.parts, *kind.columns))
-"""Every record with media has one of these as a column, a member or the type of a part."""

@@ -25,8 +25,8 @@ Arrays = dict[str, npt.NDArray[Any]]
 Tensors = dict[str, StoredTensor]  # Outputs of a processor, by name
 
 PROCESSOR, IMAGE_PROCESSOR = "processor_config.json", "preprocessor_config.json"
+# Files that may name the processor's class, in the order in which transformers asks them.
 CLASS_FILES = (PROCESSOR, IMAGE_PROCESSOR, "tokenizer_config.json", "config.json")
-"""Files that may name the processor's class, in the order in which transformers asks them."""
 
 
 @dataclass(frozen=True)

@@ -42,9 +42,9 @@ AS_BYTES = {"do_rescale": False, "do_normalize": False}  # Options with which pi
 
 FORMAT = 1  # Increase it if the same settings must give other tensors
 
+# Image processors that cut images into crops of one size. An image's mask of pixels is of ones, and
+# takes more memory than the image: models assume it where it is not given.
 CROPS = "Idefics3ImageProcessorPil", "SmolVLMImageProcessorPil"
-"""Image processors that cut images into crops of one size. An image's mask of pixels is of ones,
-and takes more memory than the image: models assume it where it is not given."""
 MASK = "pixel_attention_mask"
 
 NUM_IMAGES = "batch_num_images"
@@ -55,8 +55,8 @@ FORMS = 1  # Increase it if images of samples with several must have other tenso
 
 IN_TEXT = frozenset({"rows", "cols"})  # Outputs that tell the text alone where crops are
 
+# Sizes of two images that show whether images are processed independently of each other.
 PROBES = ((64, 96), (160, 48))
-"""Sizes of two images that show whether images are processed independently of each other."""
 
 
 @dataclass(frozen=True)

@@ -26,12 +26,12 @@ MAX_SECONDS = 3_600  # Maximum length of a video
 
 MAX_FRAME_PIXELS = 8192 * 4320  # Maximum pixels of a frame
 
+# Maximum pixels of all frames of a file together: more than an hour of 1920 x 1080 at 60 frames per
+# second.
 MAX_DECODED_PIXELS = 1 << 39
-"""Maximum pixels of all frames of a file together: more than an hour of 1920 x 1080 at 60 frames
-per second."""
 
+# FFmpeg's demuxers that are used: none of them opens other files.
 CONTAINERS = {"mov": "MP4 or QuickTime", "matroska": "WebM or Matroska", "avi": "AVI"}
-"""FFmpeg's demuxers that are used: none of them opens other files."""
 
 IMAGE_BRANDS = (b"avif", b"avis", b"heic", b"heix", b"mif1", b"msf1")
 """Brands of images in the container of MP4."""

@@ -37,9 +37,9 @@ FORMAT = 1  # Increase it if the same settings must give other tensors
 
 VIDEO_PROCESSOR = "video_preprocessor_config.json"
 
+# Names of the patches and of their grid: those of images, because the vision tower computes videos
+# and images alike.
 PIXELS, GRID = "pixel_values", "image_grid_thw"
-"""Names of the patches and of their grid: those of images, because the vision tower computes videos
-and images alike."""
 
 SECONDS = "second_per_grid_ts"  # Seconds of a temporal patch
 

@@ -19,8 +19,8 @@ MAX_ASPECT = 200  # Of the sides of a frame
 
 BILINEAR, BICUBIC = 2, 3  # Values of `resample` (Pillow's) that are supported
 
+# Where the frames per second of a list of frames are not known, as in transformers.
 DEFAULT_FPS = 24.0
-"""Where the frames per second of a list of frames are not known, as in transformers."""
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Decoder hyperparameters: everything that determines tensor shapes and the computation."""
 
 import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, fields, replace
 from functools import cached_property
 from typing import Any, Literal
@@ -10,7 +10,7 @@ from penstock.models.latent_config import IndexerConfig, LatentAttentionConfig
 from penstock.models.mtp_config import MTPConfig
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
 from penstock.models.size_limits import MAX_LAYERS
-from penstock.models.state_layer_config import StateLayerConfig, config_error
+from penstock.models.state_layer_config import StateLayerConfig, config_error, require_sizes
 
 POSITIVE_INT_FIELDS = (
     "vocab_size",
@@ -228,7 +228,7 @@ class ExpertsConfig:
 
     def __post_init__(self) -> None:
         _require_numbers(self)
-        _require_positive(self, EXPERT_POSITIVE_INT_FIELDS)
+        require_sizes(self, {name: name for name in EXPERT_POSITIVE_INT_FIELDS})
         for experts, features in (
             ("shared experts", self.shared_intermediate_size),
             ("latent experts", self.latent_size),
@@ -411,7 +411,7 @@ class DecoderConfig:
 
     def __post_init__(self) -> None:
         _require_numbers(self)
-        _require_positive(self, POSITIVE_INT_FIELDS)
+        require_sizes(self, {name: name for name in POSITIVE_INT_FIELDS})
         if self.num_hidden_layers > MAX_LAYERS:
             raise config_error(
                 f"num_hidden_layers is {self.num_hidden_layers:,}; it must be at most "
@@ -422,6 +422,8 @@ class DecoderConfig:
                 f"num_attention_heads ({self.num_attention_heads}) is not a multiple of its "
                 f"num_key_value_heads ({self.num_key_value_heads})"
             )
+        # Not strict: where all layers share their RoPE there is one mapping, and there are always
+        # two sizes.
         for parameters, head_dim in zip(
             self.all_rope_parameters, self.rope_head_dims, strict=False
         ):
@@ -515,6 +517,7 @@ class DecoderConfig:
     def _of_full_attention(self) -> "DecoderConfig":
         heads = self.full_attention_heads
         assert heads is not None
+        # None, so that `of_layer` of the result is the result itself.
         return replace(self, full_attention_heads=None, **asdict(heads))
 
     @property
@@ -562,6 +565,7 @@ class DecoderConfig:
     @property
     def cacheable_length(self) -> float:
         """The document length up to which keys and values of earlier tokens can be kept."""
+        # Within one chunk a token attends to all before it, which is what a cache holds.
         chunk = self.attention_chunk if self.chunked_layers else None
         return min(self.rope_invariant_up_to, math.inf if chunk is None else chunk)
 
@@ -631,13 +635,6 @@ def _rotary_dim(parameters: Mapping[str, Any], head_dim: int) -> int:
     if parameters["rope_type"] == "proportional":
         return head_dim  # features beyond the share have angles of 0
     return int(head_dim * parameters.get("partial_rotary_factor", 1.0))
-
-
-def _require_positive(config: Any, names: Iterable[str]) -> None:
-    for name in names:
-        value = getattr(config, name)
-        if not isinstance(value, int) or value < 1:
-            raise config_error(f"{name} is {value!r}; it must be an integer of 1 or more")
 
 
 def _require_numbers(config: Any) -> None:

@@ -151,6 +151,7 @@ def decoder_config(
         **own,
     }
     fields["tie_word_embeddings"] = bool(fields["tie_word_embeddings"])
+    # Fields that a family computes may be absent in its files.
     if "num_hidden_layers" not in specific:
         fields["num_hidden_layers"] = config_require(hf, "num_hidden_layers")
     if "intermediate_size" not in specific:
@@ -385,6 +386,7 @@ def check_supported(
             f"attention_dropout is {dropout}; write 0 here (model.foundation overrides it), and"
             f" train.dropout.attention: {dropout} if weights are to be dropped"
         )
+    # For its refusals alone: the result is read where weights are.
     try:
         parse_quantization_config(hf)
     except CapabilityError as error:

@@ -19,6 +19,7 @@ from typing import Any
 
 import torch
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.block import Block
@@ -70,11 +71,14 @@ class EmbeddingApart(torch.autograd.Function):
         ctx: Any, hidden_TD: torch.Tensor, embed: Callable[[], torch.Tensor]
     ) -> torch.Tensor:
         del hidden_TD
+        # Autograd records nothing in a Function's forward by itself, and `backward` needs this
+        # graph.
         with torch.enable_grad():
             ctx.embedded_TD = embed()
         return ctx.embedded_TD.detach()
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, grad_TD: torch.Tensor) -> tuple[None, None]:
         # Hidden states get no gradient from here.
         if ctx.embedded_TD.requires_grad:

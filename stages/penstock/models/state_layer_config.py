@@ -158,6 +158,7 @@ def even_heads(heads: int, last: int, ranks: int) -> tuple[int, int]:
     equally many. Each of `heads` is for as many consecutive ones of `last`, which are not
     repeated."""
     shared, repeats = last // heads, ranks // math.gcd(ranks, heads)
+    # Copies of a head serve equally many of the last: where that cannot be, there is one for each.
     if shared % repeats:
         repeats = shared
     return repeats, -heads * repeats % ranks

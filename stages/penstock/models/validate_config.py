@@ -36,7 +36,7 @@ def _find_fault(config: Any) -> str | None:
         # Before the family reads them, which may divide by a size or build a tuple of all layers.
         for name in SIZES:
             size = text.get(name)
-            if size is not None and (not isinstance(size, int) or size < 1):
+            if size is not None and (type(size) is not int or size < 1):
                 return f"{name} is {size!r}; it must be an integer of 1 or more"
         if family:
             family.read(config)

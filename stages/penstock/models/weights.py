@@ -99,6 +99,7 @@ class WeightMap:
         *inputs, last = self.expert_matrices
         stack = GATE_UP_PROJ if matrix != last and self.config.gated else matrix
         tensors = self.hf_names(f"{layer}.mlp.experts.{stack}")
+        # Gate and up of an expert follow one another, then come those of the next.
         chosen = tensors if matrix == last else tensors[inputs.index(matrix) :: len(inputs)]
         return tuple(name.removesuffix(".weight") for name in chosen)
 

@@ -108,6 +108,7 @@ def parameter_groups(
         is_matrix = name in grouping.matrices
         if is_matrix:
             rate *= grouping.muon_lr_multiplier
+        # Without any decay one group does for both: fewer launches of a foreach or fused step.
         exempts = is_exempt or not grouping.weight_decay
         groups.setdefault((is_matrix, rate, exempts), []).append((name, parameter))
     return [

@@ -105,7 +105,7 @@ def _quantize_second_moment(
 
 
 def _steps(steps_K1: torch.Tensor) -> torch.Tensor:
-    """Flush subnormal step sizes to 0, whose inverse would overflow."""
+    # Subnormal step sizes become 0: their inverse would overflow.
     return steps_K1.masked_fill(steps_K1 < torch.finfo(steps_K1.dtype).tiny, 0)
 
 

@@ -60,12 +60,14 @@ def plan_rows(form: RowSamples, settings: PackSettings, method: Method) -> RowPl
     """Plan the rows of every epoch separately.
 
     Raises StageError if a sample is longer than a row, except with "wrapped", which cannot be used
-    for samples with images.
+    for samples with images or with two completions.
     """
     sizes = form.sample_lengths()
     if method == "wrapped":
+        if isinstance(form, PreferenceSamples):
+            raise wrapped_error(f"{form.samples.kind} samples")
         if form.samples.has_images:
-            raise wrapped_images()
+            raise wrapped_error("samples with images")
         return _plan_wrapped_rows(form, sizes, settings.sample_packing_sequence_len)
     _require_fits(form, sizes, settings.sample_packing_sequence_len)
     epochs: list[PackingPlan] = []
@@ -133,10 +135,10 @@ def _pack_epoch(
     return multipack(lengths, capacity, settings.sample_packing_group_size, rng)
 
 
-def wrapped_images() -> ConfigError:
-    """The error for samples with images that would be cut."""
+def wrapped_error(samples: str) -> ConfigError:
+    """The error for samples that would be cut and must stay whole."""
     return ConfigError(
-        "data.sample_packing_method is wrapped, which cuts samples, and samples with images "
+        f"data.sample_packing_method is wrapped, which cuts samples, and {samples} "
         "cannot be cut.\n  Write sequential, multipack or greedy."
     )
 

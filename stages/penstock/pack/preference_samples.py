@@ -128,11 +128,8 @@ class PreferenceSamples:
             np.append(self._prompt_ends[sample], self._completion_lengths[sample]).tobytes()
         )
         for branch in range(PER_SAMPLE):
-            side_ids, _ = self._side_tokens(branch, sample)
-            for part in (
-                side_ids[: self._prompt_ends[sample] + 1],
-                *self._completion(branch, sample),
-            ):
+            ids, _ = self._side_tokens(branch, sample)
+            for part in (ids[: self._prompt_ends[sample] + 1], *self._completion(branch, sample)):
                 digest.update(part.tobytes())
         images, _ = self.samples.images(sample)
         for part in (*self._processors, *images) if images else ():

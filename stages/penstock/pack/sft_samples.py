@@ -72,6 +72,7 @@ class SFTSamples:
                 # Shift labels: position t has the label of token t + 1.
                 to_labels[start : end - 1] = from_labels[begin + 1 : stop]
         if weights is not None:
+            # The buffers are those of earlier batches, and may be longer than these samples.
             used = slice(0, int(ends[-1]))
             self._write_weights(chosen, ends, weights[used], begins)
             weights[used][labels[used] == IGNORED] = 0

@@ -22,15 +22,15 @@ from penstock.rows.prepared import PreparedSamples
 
 StartMethod = Literal["fork", "spawn", "forkserver"]
 
+# Approximate size of one file: large enough for object stores, small enough to read several in
+# parallel.
 SHARD_BYTES = 256 << 20
-"""Approximate size of one file: large enough for object stores, small enough to read several in
-parallel."""
 
 # Token id and label, int32 each.
 BYTES_PER_TOKEN = 8
 
+# Tokens per process, below which starting a process takes longer than writing.
 MIN_TOKENS_PER_PROCESS = 16 << 20
-"""Tokens per process, below which starting a process takes longer than writing."""
 
 
 @dataclass(frozen=True)
@@ -138,5 +138,5 @@ def _build_form(prepared: Path, split: str, settings: PackSettings) -> RowSample
     return build_row_samples(PreparedSamples(prepared, split), settings)
 
 
+# Cached: samples are memory-mapped once per worker process.
 _build_form_once = lru_cache(maxsize=1)(_build_form)
-"""Cached: samples are memory-mapped once per worker process."""

@@ -28,14 +28,14 @@ def use_composed_model(step: PlannedStage, run: RunConfig) -> RunConfig:
         step.stage.check()
         _say(f"compose: a vision-language model, in {step.where}")
     get_or_build(step, verify=run.pipeline.verify, notify=_say)
-    update = {
-        "model_path": str(step.path / MODEL),
-        "config_path": None,
-        "tokenizer_path": None,
-        "foundation": {},
-        "encoders": {},
-    }
-    return run.model_copy(update={"model": run.model.model_copy(update=update)})
+    return run.with_fields(
+        "model",
+        model_path=str(step.path / MODEL),
+        config_path=None,
+        tokenizer_path=None,
+        foundation={},
+        encoders={},
+    )
 
 
 def compose_step(run: RunConfig) -> PlannedStage:

@@ -127,12 +127,12 @@ def resolve_init_checkpoint(run: RunConfig) -> RunConfig:
         reject_nxd_checkpoint(path, "train.init_checkpoint_path")
     if path is None or is_checkpoint(path):
         return run
-    update = {
-        "model_path": path,
-        "config_path": model.config_source,
-        "tokenizer_path": model.tokenizer_source,
-    }
-    return run.model_copy(update={"model": model.model_copy(update=update)})
+    return run.with_fields(
+        "model",
+        model_path=path,
+        config_path=model.config_source,
+        tokenizer_path=model.tokenizer_source,
+    )
 
 
 def with_adapter(run: RunConfig) -> RunConfig:

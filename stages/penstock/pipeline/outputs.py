@@ -27,28 +27,22 @@ def output_folders(run: RunConfig, stages: Iterable[str]) -> dict[str, str]:
         "pipeline.artifacts_path": run.pipeline.artifacts_path,
     }
     stage_names = set(stages)
-    package_stages = stage_names.intersection(run.pipeline.extra_stages)
+    if stage_names.intersection(run.pipeline.extra_stages):
+        # Stages of packages write where the exported model is.
+        stage_names.add("export")
     return {
         name: folder
         for name, folder in folders.items()
-        if not is_url(folder)
-        and (
-            stage_names & set(FOLDER_STAGES[name])
-            or (package_stages and name == "pipeline.artifacts_path")
-        )
+        if not is_url(folder) and stage_names.intersection(FOLDER_STAGES[name])
     }
 
 
 def find_unwritable(folders: Mapping[str, str]) -> list[str]:
     """A line for each field whose folder is not writable."""
-    refusals = {
-        name: refusal_to_write(local_cache_dir(folder).absolute())
-        for name, folder in folders.items()
-    }
     return [
-        f"{name} {folders[name]} cannot be written to: {reason}"
-        for name, reason in refusals.items()
-        if reason
+        f"{name} {folder} cannot be written to: {reason}"
+        for name, folder in folders.items()
+        if (reason := refusal_to_write(local_cache_dir(folder).absolute()))
     ]
 
 

@@ -14,8 +14,7 @@ def stage_order(run: RunConfig) -> list[str]:
     """All stages, those of the run's packages after the last that they read."""
     order: list[str] = [*STAGES]
     for name in run.pipeline.extra_stages:
-        reads = _reads(name)
-        index = max(order.index(read) for read in reads) + 1
+        index = max(order.index(read) for read in _reads(name)) + 1
         # Of several that read the same, the first one written is first.
         while index < len(order) and order[index] not in STAGES:
             index += 1

@@ -31,9 +31,6 @@ DATASET_FIELDS = ("datasets", "test_datasets", "decontaminate_datasets")
 UNREAD = Source({"kind": "unread"})
 """In place of a source with a weight of 0, whose content no result depends on."""
 
-CHECKPOINT_FIELDS = ("load_checkpoint_path", "init_checkpoint_path")
-"""Fields of the section `train` that name checkpoints."""
-
 
 def pin_sources(run: RunConfig, field: str) -> tuple[Source, ...]:
     """Pin the sources in a field of the section `data`. Raises ConfigError for the run's own
@@ -77,7 +74,7 @@ def resolve_dataset_types(run: RunConfig) -> tuple[RunConfig, tuple[str, ...]]:
             ]
     if not notes:
         return run, ()
-    resolved = run.model_copy(update={"data": run.data.model_copy(update=lists)})
+    resolved = run.with_fields("data", **lists)
     if faults := [f"{dotted(fault.path)}: {fault.text}" for fault in rule_violations(resolved)]:
         raise ConfigError("\n".join([*faults, *notes]))
     notices = {*iter_effect_notices(run)}
@@ -89,10 +86,7 @@ def resolve_dataset_type(
     run: RunConfig, location: str, dataset: DatasetConfig, notes: list[str]
 ) -> DatasetConfig:
     """The data set with its type; a line is added to `notes` if it was inferred from the first
-    records.
-
-    Raises ConfigError if it cannot be inferred.
-    """
+    records. Raises ConfigError if it cannot be inferred."""
     if dataset.is_typed or not dataset.is_read:
         return dataset
     # Imported only for runs that do not set all types.
@@ -152,8 +146,8 @@ def pin_init_checkpoint(run: RunConfig) -> Source | None:
 
 def check_checkpoints(run: RunConfig) -> None:
     """Raise what the two functions above raise for local folders, without reading weights."""
-    checkpoints = {name: getattr(run.train, name) for name in CHECKPOINT_FIELDS}
-    for name, path in checkpoints.items():
+    for name in ("load_checkpoint_path", "init_checkpoint_path"):
+        path = getattr(run.train, name)
         if path is None or path == "auto" or is_url(path):
             continue
         reject_nxd_checkpoint(path, f"train.{name}")

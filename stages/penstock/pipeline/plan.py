@@ -54,7 +54,6 @@ from penstock.estimate.machine import (
     check_adapted_layers,
     check_hub,
     check_machine,
-    check_media,
     check_model,
     resolve_rows_per_step,
     rows_per_step_to_pack,
@@ -63,6 +62,7 @@ from penstock.estimate.machine import (
     with_prompts_apart,
     world_size,
 )
+from penstock.estimate.media import check_media
 from penstock.export.links import link_exported
 from penstock.export.stage import Export, ExportSettings
 from penstock.pack.stage import Pack, PackSettings
@@ -236,8 +236,7 @@ def float32_by_default(run: RunConfig) -> RunConfig | None:
     from penstock.config.rules.run import rule_violations
     from penstock.estimate.costs.device_speed import has_bfloat16_units
 
-    train = run.train.model_copy(update={"enable_mixed_precision": False})
-    changed = run.model_copy(update={"train": train})
+    changed = run.with_fields("train", enable_mixed_precision=False)
     return None if has_bfloat16_units() or any(rule_violations(changed)) else changed
 
 
@@ -290,10 +289,10 @@ def _laid_out(step: PlannedStage, notify: Callable[[str], None]) -> PlannedStage
         return step
     from penstock.estimate.costs.one_process import with_one_process_layout
 
-    run, data = stage.run_config, stage.run_config.data
+    run = stage.run_config
     length = stage.packed.facts.get("row_length", {}).get("train")
-    if length and data.sample_packing_sequence_len is None:
-        run = run.model_copy(update={"data": data.with_row_length(length)})
+    if length and run.data.sample_packing_sequence_len is None:
+        run = run.with_row_length(length)
     run, note = with_one_process_layout(run)
     if note is None:
         return step
@@ -356,17 +355,16 @@ def _notices(step: PlannedStage, run: RunConfig, outcome: StageResult) -> Iterab
         from penstock.rows.sizing import row_length_line
 
         line = row_length_line(run, outcome.facts["row_length"]["train"])
+        notices = [line] if line else []
         untrained = outcome.facts.get("untrained_rows", {})
-        return [
-            *([line] if line else []),
-            *(
-                f"warning: {count:,} of {outcome.facts['rows'][split]:,} {split} rows have no "
-                "trained token, and a step that has only such rows has no loss; penstock plan says "
-                "which settings mend it"
-                for split, count in untrained.items()
-                if count
-            ),
-        ]
+        notices += (
+            f"warning: {count:,} of {outcome.facts['rows'][split]:,} {split} rows have no "
+            "trained token, and a step that has only such rows has no loss; penstock plan says "
+            "which settings mend it"
+            for split, count in untrained.items()
+            if count
+        )
+        return notices
     return []
 
 
@@ -666,8 +664,9 @@ def _with_keyed_batch(run: RunConfig) -> RunConfig:
     train = run.train
     if not train.eval_only or (train.counts_batches and train.eval_rows_per_batch is None):
         return run
-    unset = {name: TrainConfig.model_fields[name].default for name in BATCH}
-    return run.model_copy(update={"train": train.model_copy(update=unset)})
+    return run.with_fields(
+        "train", **{name: TrainConfig.model_fields[name].default for name in BATCH}
+    )
 
 
 def export_step(run: RunConfig, trained: Artifact, origin: ModelSource) -> PlannedStage:
@@ -717,8 +716,7 @@ def _with_sources(run: RunConfig, tokens: DatasetConfig) -> RunConfig:
             "which another program has written.\n  Write data.val_set_size in its place, or set "
             "data.skip_prepare_dataset to false and name both as sources."
         )
-    data = run.data.model_copy(update={"datasets": [tokens]})
-    return run.model_copy(update={"data": data})
+    return run.with_fields("data", datasets=[tokens])
 
 
 def dataset_settings(
@@ -726,8 +724,7 @@ def dataset_settings(
 ) -> DatasetSettings:
     """The fields of the data set, and those of the section `data` that decide its samples, without
     those that have no effect on them."""
-    only = {"datasets": [dataset], "test_datasets": [], "decontaminate_datasets": []}
-    alone = run.model_copy(update={"data": run.data.model_copy(update=only)})
+    alone = run.with_fields("data", datasets=[dataset], test_datasets=[], decontaminate_datasets=[])
     data = used_part(alone.data, alone)
     [dataset] = data.datasets
     shared = set(DatasetSettings.model_fields)

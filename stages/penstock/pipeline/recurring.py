@@ -109,10 +109,6 @@ class NewData:
     slices: int | None = None
     reused_slices: int | None = None
 
-    def as_fields(self) -> dict[str, Any]:
-        """The fields of a `Decision`."""
-        return asdict(self)
-
 
 def tick(run: RunConfig, run_stage: RunStage, notify: Notify) -> Decision:
     """Run one tick as the section `release` says. The decision is recorded with the releases.
@@ -153,21 +149,19 @@ class _Tick:
     @property
     def release_status(self) -> str:
         """The current release, for messages."""
-        is_what = (
-            f"stays at {release_folder_name(self.latest)}" if self.latest else "is not released yet"
-        )
-        return f"{self.options.name} {is_what}"
+        if self.latest:
+            return f"{self.options.name} stays at {release_folder_name(self.latest)}"
+        return f"{self.options.name} is not released yet"
 
     def decide(self) -> Decision:
         """Count new samples, and train if there are enough."""
         planned = plan(self.run, ("prepare",))
         with pin_artifacts(planned.used):
             new_data = self._count_new_samples(planned)
-            if verdict := self._skip_reason(new_data):
-                verdict, why = verdict
-                return Decision(
-                    verdict, f"{self.release_status}: {why}", self.latest, **new_data.as_fields()
-                )
+            if skipped := self._skip_reason(new_data):
+                verdict, why = skipped
+                line = f"{self.release_status}: {why}"
+                return Decision(verdict, line, self.latest, **asdict(new_data))
             return self._train(new_data)
 
     def _count_new_samples(self, planned: Plan) -> NewData:
@@ -204,22 +198,19 @@ class _Tick:
         start = self.latest if self.options.start_from == "release" else None
         run = self.run
         if start is not None:
-            run = continue_from_export(
-                run, self._release_folder(start), self.released["facts"]["folders"]
-            )
+            folders = self.released["facts"]["folders"]
+            run = continue_from_export(run, self._release_folder(start), folders)
         last_stage: str = "push" if has_target(run) else "export"
         planned = with_own_output_dir(plan(run, (last_stage,)))
         keys = {step.stage.name: short(stage_key(step.stage)) for step in planned.steps}
-        fields: dict[str, Any] = {**new_data.as_fields(), "keys": keys}
+        fields: dict[str, Any] = {**asdict(new_data), "keys": keys}
         if number := self._find_existing_release(planned.step("export")):
-            why = "the model that the data gives is "
-            why += (
-                "it already"
-                if number == self.latest
-                else f"{release_folder_name(number)}, which is withdrawn"
-            )
-            verdict: Verdict = "up_to_date" if number == self.latest else "kept"
-            return Decision(verdict, f"{self.release_status}: {why}", self.latest, **fields)
+            verdict: Verdict = "kept"
+            why = f"{release_folder_name(number)}, which is withdrawn"
+            if number == self.latest:
+                verdict, why = "up_to_date", "it already"
+            line = f"{self.release_status}: the model that the data gives is {why}"
+            return Decision(verdict, line, self.latest, **fields)
         with pin_artifacts(planned.used):
             for step in planned.steps:
                 name = step.stage.name
@@ -234,8 +225,9 @@ class _Tick:
         figures = self._compare(planned) if self.options.metric else None
         if figures and not is_better(self.run, figures):
             self._delete_old_runs(fields["keys"]["train"])
-            why = f"{_format_figures(figures, self.latest)}{self._min_delta_text()}"
-            line = f"{self.release_status}: {why}"
+            line = f"{self.release_status}: {_format_figures(figures, self.latest)}"
+            if self.options.min_delta and self.latest:
+                line += f", and release.min_delta is {self.options.min_delta:g}"
             return Decision("kept", line, self.latest, **fields, figures=figures)
         if has_target(planned.run):
             self.run_stage(planned, "push")
@@ -247,14 +239,14 @@ class _Tick:
         self._delete_old_runs(fields["keys"]["train"])
         if number is None:
             now = self.store.latest()
-            released = release_folder_name(now or 0)
-            why = f"{released} was released meanwhile; the next tick compares with it"
-            line = f"{self.options.name}: {why}"
+            line = (
+                f"{self.options.name}: {release_folder_name(now or 0)} was released meanwhile; "
+                "the next tick compares with it"
+            )
             return Decision("kept", line, now, **fields, figures=figures)
-        count = new_data.new_samples
         why = f"{_format_figures(figures, self.latest)}; " if figures else ""
         name = f"{self.options.name} {release_folder_name(number)}"
-        line = f"{name} is released: {why}{count} new samples"
+        line = f"{name} is released: {why}{new_data.new_samples} new samples"
         return Decision("released", line, number, **fields, figures=figures)
 
     def _compare(self, planned: Plan) -> Figures:
@@ -309,9 +301,8 @@ class _Tick:
         from penstock.prepare.select.seen_samples import SeenSamples  # noqa: PLC0415
 
         assert self.latest
-        return SeenSamples.read(
-            self._release_folder(self.latest), self.released["facts"]["data_files"]
-        )
+        data_files = self.released["facts"]["data_files"]
+        return SeenSamples.read(self._release_folder(self.latest), data_files)
 
     def _all_seen_samples(self, planned: Plan, start: int | None) -> "SeenSamples":
         """The samples of this data, and of the releases that training continued from."""
@@ -322,10 +313,6 @@ class _Tick:
             return load_seen_samples(prepared)
         before = self._load_seen_samples()
         return before | load_seen_samples(prepared, before.files)
-
-    def _min_delta_text(self) -> str:
-        delta = self.options.min_delta
-        return f", and release.min_delta is {delta:g}" if delta and self.latest else ""
 
     def _delete_old_runs(self, run_name: str) -> None:
         """Delete the folders of earlier models beyond `release.keep_runs`."""

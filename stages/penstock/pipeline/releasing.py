@@ -97,7 +97,9 @@ def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | 
             with TemporaryDirectory() as aside:
                 samples = candidate.seen_samples.write(Path(aside))
                 files = {file["path"]: exported.path / file["path"] for file in manifest["files"]}
-                listed = [*manifest["files"], _file_entry(samples)]
+                num_bytes, digest = samples.stat().st_size, sha256_file(samples)
+                samples_entry = {"path": samples.name, "bytes": num_bytes, "sha256": digest}
+                listed = [*manifest["files"], samples_entry]
 
                 def manifest_of(number: int) -> dict[str, Any]:
                     return _manifest(candidate, number, listed, store)
@@ -126,11 +128,9 @@ def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int 
             to = _rollback_target(now, numbers, withdrawn)
         if to is None or to not in numbers:
             have = ", ".join(map(release_folder_name, numbers)) or "none"
-            change = (
-                "nothing before the latest release"
-                if to is None
-                else f"no release {release_folder_name(to)}"
-            )
+            change = "nothing before the latest release"
+            if to is not None:
+                change = f"no release {release_folder_name(to)}"
             raise ConfigError(
                 f"{store.where} has {change}; there are {have}.\n  Name one with --to NUMBER."
             )
@@ -142,11 +142,8 @@ def roll_back(store: ReleaseStore, to: int | None, notify: Notify) -> tuple[int 
 def prunable(store: ReleaseStore, keep_last: int) -> list[int]:
     """All releases but the newest `keep_last`, the latest, and the target of a rollback from it."""
     numbers, latest = store.numbers(), store.latest()
-    kept_numbers = {
-        *numbers[-keep_last:],
-        latest,
-        _rollback_target(latest, numbers, store.withdrawn),
-    }
+    target = _rollback_target(latest, numbers, store.withdrawn)
+    kept_numbers = {*numbers[-keep_last:], latest, target}
     return [number for number in numbers if number not in kept_numbers]
 
 
@@ -195,12 +192,8 @@ def _find_unpublished(
     newest = max(store.numbers(), default=0)
     if newest <= (latest or 0) or newest in store.withdrawn:
         return None
-    newest_manifest = store.manifest(newest)
-    return (
-        newest
-        if is_release_from(newest_manifest, manifest["key"], content_digest(manifest))
-        else None
-    )
+    is_same = is_release_from(store.manifest(newest), manifest["key"], content_digest(manifest))
+    return newest if is_same else None
 
 
 def _manifest(
@@ -210,10 +203,10 @@ def _manifest(
     planned, run = candidate.planned, candidate.planned.run
     steps = {step.stage.name: step for step in planned.steps if step.stage.name != "push"}
     manifests = {name: find_cached(step) or {} for name, step in steps.items()}
-    inputs = {
-        name: {"key": step.artifact.key, **_content_entry(manifests[name])}
-        for name, step in steps.items()
-    }
+    inputs = {name: {"key": step.artifact.key} for name, step in steps.items()}
+    for name, manifest in manifests.items():
+        if manifest:
+            inputs[name]["digest"] = content_digest(manifest)
     if candidate.started_from is not None:
         inputs["previous"] = {"key": store.manifest(candidate.started_from)["key"]}
     figures = candidate.figures
@@ -257,11 +250,3 @@ def _manifest(
         "code": {"penstock": __version__, **provenance.versions()},
         "host": platform.node(),
     }
-
-
-def _content_entry(manifest: Mapping[str, Any]) -> dict[str, str]:
-    return {"digest": content_digest(manifest)} if manifest else {}
-
-
-def _file_entry(file: Path) -> dict[str, Any]:
-    return {"path": file.name, "bytes": file.stat().st_size, "sha256": sha256_file(file)}

@@ -24,38 +24,35 @@ def continue_from_export(run: RunConfig, folder: Path, folders: Mapping[str, str
     there is one, else from its weights. The tokenizer, and so the prepared data, stays the same."""
     if run.lora.enable_lora and "adapter" in folders:
         adapter = str((folder / require_relative(folders["adapter"])).absolute())
-        lora = run.lora.model_copy(update={"init_adapter_path": adapter})
-        return run.model_copy(update={"lora": lora})
+        return run.with_fields("lora", init_adapter_path=adapter)
     run = with_composed_model(run)
     if "hf" not in folders:
         raise StageError(
             f"{folder} has only an adapter, and lora.enable_lora is false, so there is nothing "
             "to continue from.\n  Write release.start_from: model, or train adapters."
         )
-    model = run.model.model_copy(
-        update={
-            "model_path": str((folder / require_relative(folders["hf"])).absolute()),
-            "config_path": None,
-            "tokenizer_path": run.model.tokenizer_source,
-        }
+    run = run.with_fields(
+        "model",
+        model_path=str((folder / require_relative(folders["hf"])).absolute()),
+        config_path=None,
+        tokenizer_path=run.model.tokenizer_source,
     )
-    lora = run.lora.model_copy(update={"init_adapter_path": None})
-    return run.model_copy(update={"model": model, "lora": lora})
+    return run.with_fields("lora", init_adapter_path=None)
 
 
 def as_eval_only(run: RunConfig) -> RunConfig:
     """The run with only an evaluation of its initial model, and without trackers."""
     quiet = dict.fromkeys(("use_wandb", "use_tensorboard", "use_mlflow", "use_trackio"), False)
-    update = {
+    return run.with_fields(
+        "train",
         **quiet,
-        "eval_only": True,
-        "enable_profiling": False,
-        "sample_prompts": [],
-        "load_checkpoint_path": None,
-        "early_stopping": EarlyStoppingConfig(),
-        "save_best": SaveBestConfig(),
-    }
-    return run.model_copy(update={"train": run.train.model_copy(update=update)})
+        eval_only=True,
+        enable_profiling=False,
+        sample_prompts=[],
+        load_checkpoint_path=None,
+        early_stopping=EarlyStoppingConfig(),
+        save_best=SaveBestConfig(),
+    )
 
 
 def with_own_output_dir(planned: Plan) -> Plan:
@@ -86,8 +83,7 @@ def train_step_on(run: RunConfig, planned: Plan) -> PlannedStage:
 
 def with_output_dir(run: RunConfig, *names: str) -> RunConfig:
     """The run with a subfolder of its `train.output_dir` as output."""
-    folder = join_location(run.train.output_dir, *names)
-    return run.model_copy(update={"train": run.train.model_copy(update={"output_dir": folder})})
+    return run.with_fields("train", output_dir=join_location(run.train.output_dir, *names))
 
 
 def join_location(location: str, *names: str) -> str:

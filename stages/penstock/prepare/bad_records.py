@@ -90,6 +90,7 @@ def check_text(location: str, value: Any) -> str:
     """Return `value`, which must be a string that can be encoded as UTF-8."""
     if not isinstance(value, str):
         raise wrong_type(location, value, "a string")
+    # CPython keeps this as a flag of each string; to encode takes a copy.
     if value.isascii():
         return value
     try:
@@ -228,6 +229,8 @@ class Tally:
                 setattr(total, name, getattr(total, name) + getattr(tally, name))
             total.unread_examples = {**tally.unread_examples, **total.unread_examples}
             total.lacking = sorted({*total.lacking, *tally.lacking})
+        # Each slice has its own examples of a cause, so the limits are applied to all of them
+        # again.
         counts: Counter[str] = Counter()
         samples, total.samples = total.samples, []
         for sample in samples:

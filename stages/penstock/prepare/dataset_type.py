@@ -14,8 +14,8 @@ from penstock.core.cache.record import digest_json
 from penstock.core.cache.stage import Source
 from penstock.core.errors import CapabilityError, StageError
 
+# Number of records used for inference; a column may be null in the first ones.
 INFER_RECORDS = 20
-"""Number of records used for inference; a column may be null in the first ones."""
 
 NO_CONVERSATION = ("text", "tokenized")
 """Types whose records have no messages, and so no images."""

@@ -21,8 +21,8 @@ from penstock.prepare.slices import Slice
 from penstock.prepare.stage import SLICES, Prepare
 from penstock.rows.image_files import MEDIA
 
+# Readers of files in which the line of a record does not follow from its index.
 LINE_READERS = ("json_lines", "csv", "json_document")
-"""Readers of files in which the line of a record does not follow from its index."""
 
 
 @dataclass(frozen=True)

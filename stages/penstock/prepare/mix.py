@@ -6,8 +6,8 @@ from penstock.core.errors import StageError
 from penstock.prepare.settings import MixSettings, PrepareSettings
 from penstock.rows.sample_order import DatasetMixer, expected_draws
 
+# Maximum samples per epoch with `interleave_over`, because their order must fit in memory.
 MAX_DRAWS = 1 << 28
-"""Maximum samples per epoch with `interleave_over`, because their order must fit in memory."""
 
 
 def build_mixer(settings: PrepareSettings, mean_tokens: Sequence[float] = ()) -> DatasetMixer:

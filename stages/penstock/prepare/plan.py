@@ -233,6 +233,7 @@ def _summarize_sources(
         entry["rows"] += tally.rows
         entry["bad"] += tally.bad
         for name, count in tally.unread.items():
+            # Slices do not know `split_by`, which reads this column.
             if name == settings.split_by:
                 continue
             entry["unread"][name] = entry["unread"].get(name, 0) + count

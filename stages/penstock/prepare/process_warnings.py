@@ -38,6 +38,7 @@ def collect_warnings() -> Generator[list[str]]:
     the module `warnings`, without duplicates."""
     collector, root = _Collector(), logging.getLogger()
     logging.captureWarnings(capture=True)
+    # Of the root logger: transformers and tokenizers warn by loggers of their own.
     root.addHandler(collector)
     try:
         yield collector.messages

@@ -25,6 +25,7 @@ from penstock.config.schema.dataset import (
 from penstock.media.bounds import MediaBounds
 from penstock.rows.chat_template import ChatTemplate
 
+# Settings that were added later: their defaults are not in keys, so that earlier keys stay valid.
 LATER = (
     *SCORES,
     "document_split",
@@ -43,8 +44,6 @@ LATER = (
     "part",
     *(field.name for field in fields(MediaBounds)),
 )
-"""Settings that were added later: their defaults are not in keys, so that earlier keys stay
-valid."""
 
 USUAL_MESSAGES = {"chat": "messages", "sharegpt": "conversations"}
 """Column of messages where `field_messages` is unset, of types that read one column."""
@@ -124,7 +123,7 @@ class DatasetSettings(Settings):
     """Set for training sources only."""
 
     def __hash__(self) -> int:
-        """Of its JSON: it has mappings, which have no hash."""
+        # pydantic's own hash is of the fields, and some are mappings, which have none.
         return hash(self.model_dump_json())
 
     @property
@@ -152,7 +151,7 @@ class DatasetSettings(Settings):
     @model_validator(mode="before")
     @classmethod
     def _spell_once(cls, values: dict[str, Any]) -> dict[str, Any]:
-        """One spelling of values that mean the same, as they are part of keys."""
+        # One spelling of values that mean the same: they are part of keys.
         values = dict(values)
         for count, index in (
             ("shards", "shards_idx"),
@@ -175,7 +174,7 @@ class DatasetSettings(Settings):
     @field_validator("roles_to_train")
     @classmethod
     def _sort_roles(cls, roles: tuple[TrainedRole, ...]) -> tuple[TrainedRole, ...]:
-        """One spelling of a set of roles, as it is part of keys."""
+        # One spelling of a set of roles: it is part of keys.
         return tuple(sorted(set(roles)))
 
     @property
@@ -191,7 +190,7 @@ class DatasetSettings(Settings):
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit later settings that have their default, so that earlier cache keys stay valid."""
+        # Without later settings that have their default: keys from before them stay valid.
         declared = type(self).model_fields
         return {
             name: value
@@ -214,7 +213,7 @@ class MixSettings(Settings):
 
     @model_serializer(mode="wrap")
     def _as_written(self, dump: SerializerFunctionWrapHandler) -> dict[str, Any]:
-        """Omit a loss weight of 1, so that earlier cache keys stay valid."""
+        # Without a loss weight of 1: keys from before there were loss weights stay valid.
         values = dump(self)
         return {n: v for n, v in values.items() if (n, v) != ("loss_weight", 1.0)}
 

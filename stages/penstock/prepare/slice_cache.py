@@ -53,6 +53,7 @@ class SliceCache:
         """Download slices that other machines have tokenized, and upload those that they lack."""
         if self.shared:
             self.shared.exchange({_file_names(item.content) for item in slices})
+            # After the slices: their notes name the files of media.
             notes = read_notes([self.slice_path(item) for item in slices])
             media = {name for note in notes.values() for name in note["tally"].get("media", ())}
             self.shared.exchange({_file_names(f"{MEDIA}/{name}") for name in media})

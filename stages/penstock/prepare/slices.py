@@ -33,6 +33,7 @@ MEDIA_FORMAT = 2
 """Increase it if the same records with media, or with tokens that stand for them, must give other
 samples."""
 
+# Settings that select records; the slice key contains digests of those records instead.
 RECORD_SELECTION = {
     "shards",
     "shards_idx",
@@ -42,7 +43,6 @@ RECORD_SELECTION = {
     "dataset_shard_idx",
     "document_split",
 }
-"""Settings that select records; the slice key contains digests of those records instead."""
 
 Role = Literal["train", "validation", "avoid"]
 """Use of a slice; `avoid`: decontamination data, which must not be trained on."""
@@ -154,6 +154,7 @@ def _build_slice(
             "tokenizer": tokenizer.key,
             "settings": dataset_settings.model_dump(mode="json", exclude=RECORD_SELECTION),
             "columns": columns,
+            # Samples have it in their column `source`.
             "label": label,
             "holds": held,
             "records": [first, step],

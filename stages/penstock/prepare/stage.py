@@ -88,6 +88,7 @@ class Prepare(Stage):
         stopped. Raises StageError if a source cannot be read, or more of its records are unusable
         than the settings allow.
         """
+        # Imported where they are used, so that planning a finished run loads no pyarrow.
         from penstock.prepare.plan import build_plan, check_sources, summarize_plan
         from penstock.prepare.readers.image_pins import require_unchanged_source
         from penstock.prepare.select.select import select

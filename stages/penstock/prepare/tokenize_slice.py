@@ -65,9 +65,12 @@ def _write_samples(
         for batch in read():
             samples = encode(batch.values, batch.folder)
             if not is_weighted and any(side.weights is not None for side in samples.sides):
+                # An Arrow file has one schema, which is written first: it is begun again with the
+                # column.
                 raise _WeightsFound
             first = tally.records
             tally.records += len(batch.values)
+            # In the order of records, since the first of each cause are its examples.
             for index, fault in sorted(samples.faults.items()):
                 tally.drop_record(batch.file, batch.line(index), fault, batch.record(index))
             _count_batch(samples, tally)

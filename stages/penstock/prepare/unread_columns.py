@@ -35,12 +35,12 @@ ALPACA_COLUMNS = ("input", "system", "history")
 TEXT_PROMPT_COLUMNS = ("input", "history")
 """Columns that preference data and KTO read beside a prompt that is text."""
 
+# Keys of messages that are read, or refused, apart from the template; `tool_call_id` says no more
+# than the order of messages.
 MESSAGE_KEYS = frozenset(("role", "content", "tool_calls", "tool_call_id", *REASONING))
-"""Keys of messages that are read, or refused, apart from the template; `tool_call_id` says no more
-than the order of messages."""
 
+# The usual column of tools, and its older name, which is read in records without the former.
 TOOLS, FUNCTIONS = "tools", "functions"
-"""The usual column of tools, and its older name, which is read in records without the former."""
 
 IN_MESSAGES = "messages[]."
 """Prefix of keys of messages among the names of columns."""
@@ -57,14 +57,14 @@ DEFAULT_COLUMNS: Mapping[str, Sequence[str]] = {
 
 TYPES_WITH_TOOLS = ("chat", "sharegpt", "alpaca", "preference", "kto")
 PAIRS = ("preference", "kto")
+# Formats of one column: other columns are not part of a conversation.
 SINGLE_COLUMN_TYPES = ("tokenized", "text")
-"""Formats of one column: other columns are not part of a conversation."""
 
 
 EXCERPT = 40
 """Maximum characters of a value in messages."""
+# May be a secret, or a path or URL with one.
 LONG_WORD = re.compile(r"[!-~]{20,}")
-"""May be a secret, or a path or URL with one."""
 
 
 @dataclass
@@ -91,7 +91,10 @@ def excerpt(name: str, value: Any) -> str:
         keys = " ".join(LONG_WORD.sub("…", str(key)) for key in value)
         text = f"an object with {keys}"
     elif isinstance(value, str):
+        # Of a long text only the beginning is searched, as only that is shown.
         text = LONG_WORD.sub(lambda match: match[0][:4] + "…", value[: 10 * EXCERPT])
+        # JSON can have halves of surrogate pairs, which neither a terminal nor a file in UTF-8
+        # takes.
         text = repr(" ".join(text.encode(errors="backslashreplace").decode().split()))
     else:
         text = describe_value(value)

@@ -76,6 +76,7 @@ def use_external(step: PlannedStage, verify: Verify = "changed") -> StageResult:
     manifest = find_local(step)
     if manifest:
         require_content(step.path, manifest, verify)
+    # It raises: this stage builds nothing.
     facts = step.stage.run(step.path) if manifest is None else manifest["facts"]
     return StageResult(
         ExternalPrepared.name, short(stage_key(step.stage)), "skipped", step.path, 0.0, facts

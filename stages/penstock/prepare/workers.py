@@ -45,8 +45,8 @@ from penstock.rows.tokenizer import load_stop_token_ids, load_tokenizer
 MEDIA_COUNTS = MediaCounts()
 """Images of this process."""
 
+# Bytes of data per process, below which starting a process takes longer than tokenization.
 MIN_BYTES_PER_PROCESS = 32 << 20
-"""Bytes of data per process, below which starting a process takes longer than tokenization."""
 
 
 @dataclass(frozen=True)
@@ -100,6 +100,8 @@ def tokenize_one(
             tally = tokenize(item, encode, target, read)
         except ImagesFound as images_found:
             tally = _tokenize_with_images(item, encode, target, read, config, images_found)
+        # Under its key, a slice of content that changed since it was planned would be found again
+        # and again.
         require_unchanged_pieces(item.pieces)
         if item.images:
             require_unchanged_images(item.pieces, item.settings, item.columns, item.images)
@@ -154,6 +156,7 @@ def _tokenize_in_processes(
     try:
         # Largest first, so that processes finish together.
         by_size = sorted(slices, key=lambda item: -item.num_bytes)
+        # The pool starts its processes as work is submitted.
         with without_main_module():
             futures = {
                 item.content: pool.submit(_tokenize_in_worker, item, config) for item in by_size
@@ -164,6 +167,7 @@ def _tokenize_in_processes(
     ended = [done for done in futures.values() if done.done() and not done.cancelled()]
     log_process_warnings(done.result()[1] for done in ended if not done.exception())
     in_order = [futures[item.content] for item in slices]
+    # Of a cancelled future, exception() raises CancelledError.
     for failure in (done.exception() for done in in_order if not done.cancelled()):
         if isinstance(failure, BrokenProcessPool):
             raise StageError(

@@ -100,6 +100,7 @@ def target_folders(folders: Mapping[str, str]) -> dict[str, str]:
 
 def _resolve_inside(root: Path, listed: PurePosixPath) -> Path:
     path = root / listed
+    # resolve: a link in the export could publish a file of anywhere.
     outside = listed.is_absolute() or ".." in listed.parts
     if outside or not path.resolve().is_relative_to(root.resolve()):
         raise ArtifactError(

@@ -103,6 +103,7 @@ class CopyTarget:
                 self._upload(by_name[name])
                 version = content_version(self.system.info(self._path_at(name)))
                 index[name] = {**by_name[name].fact, **({"version": version} if version else {})}
+                # After each file, so that a push that is interrupted sends the others alone.
                 self._write_index(index)
         return {}
 
@@ -110,6 +111,7 @@ class CopyTarget:
         return posixpath.join(self.root, name)
 
     def _files(self) -> dict[str, Info]:
+        # fsspec keeps listings for the whole process, and others may have pushed since.
         self.system.invalidate_cache()
         try:
             entries: Any = self.system.find(self.root, detail=True)

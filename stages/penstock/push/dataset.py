@@ -77,6 +77,7 @@ class DatasetTarget:
                 self.hub.repo, repo_type="dataset", private=True, exist_ok=True
             )
             info = self._info()
+        # create_repo leaves a repository that exists as public as it is.
         if not info.private:
             raise CapabilityError(
                 f"{self.hub.repo} is a public data set, and prepared data goes to private ones.\n"

@@ -38,6 +38,7 @@ class HubTarget:
         revision = self.settings.revision
         with self.hub.translate_errors("open"):
             self.api.create_repo(self._repo, private=self.settings.private, exist_ok=True)
+            # A ref such as refs/pr/1 is of a pull request, and no branch.
             if revision and not revision.startswith("refs/"):
                 self.api.create_branch(self._repo, branch=revision, exist_ok=True)
 

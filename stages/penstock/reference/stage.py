@@ -91,9 +91,12 @@ class Reference(Stage):
         for file in drop_damaged(self.shared_folder):
             sys.stderr.write(f"reference: {file} is damaged; its log-probs are computed again\n")
         samples = sample_digests(self.packed.path)
+        # The other ranks of a user's torchrun (`follow`) wait for this one, even if none is
+        # missing.
         if self.ranks == "this_process" or RefLogprobs(self.shared_folder).missing(samples):
             job = self.job(out.resolve())
             file = job.write()
+            # Those of an earlier attempt would be taken for the causes of this one's failure.
             shutil.rmtree(out / LOGS, ignore_errors=True)
             (out / LOGS).mkdir(parents=True)
             ended = (

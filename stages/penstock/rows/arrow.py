@@ -59,6 +59,7 @@ def to_numpy(numbers: pa.Array, dtype: type[Number]) -> npt.NDArray[Number]:
     assert numbers.type == pa.from_numpy_dtype(dtype)
     assert not numbers.null_count
     _, buffer = numbers.buffers()
+    # Arrow may leave out the buffer of an empty array.
     if buffer is None:
         return np.empty(0, dtype)
     offset = numbers.offset * np.dtype(dtype).itemsize
@@ -67,6 +68,7 @@ def to_numpy(numbers: pa.Array, dtype: type[Number]) -> npt.NDArray[Number]:
 
 def flat(lists: pa.ListArray) -> tuple[Tokens, Tokens]:
     """A list column as (values, offsets into them), both views of Arrow's memory."""
+    # Not `flatten()`, which begins at the first list of a slice, where `offsets` do not begin at 0.
     return to_numpy(lists.values, np.int32), to_numpy(lists.offsets, np.int32)
 
 
@@ -103,6 +105,7 @@ def map_batches(path: Path, remedy: str = "Build it again with --force.") -> lis
     Raises ArtifactError if the file is truncated or is not an Arrow IPC file.
     """
     try:
+        # The map stays open as long as a batch refers to it.
         reader = pa.ipc.open_file(pa.memory_map(str(path)))
         return [reader.get_batch(index) for index in range(reader.num_record_batches)]
     except (pa.ArrowException, OSError) as error:

@@ -27,17 +27,17 @@ from penstock.rows.sizing import keeps_rest
 
 Integers = npt.NDArray[np.int64]
 
+# Minimum rows per group; smaller steps keep the order of the permutation.
 MIN_GROUP = 8
-"""Minimum rows per group; smaller steps keep the order of the permutation."""
 
+# Maximum rows per group; larger steps consist of several groups, so that they stay varied.
 MAX_GROUP = 256
-"""Maximum rows per group; larger steps consist of several groups, so that they stay varied."""
 
 WINDOW = 64
 """Approximate number of groups that are sorted by cost together."""
 
+# Minimum windows per epoch, so that steps differ between epochs even with few rows.
 MIN_WINDOWS = 4
-"""Minimum windows per epoch, so that steps differ between epochs even with few rows."""
 
 EVEN_PERCENT = 101
 """If no row costs more than this percentage of the mean, rows are not grouped."""
@@ -220,6 +220,7 @@ def epoch_order(costs: Integers, group: int, seed: Sequence[int]) -> Integers:
     ends = [index * groups // windows * group for index in range(windows + 1)]
     for start, end in pairwise(ends):
         block = order[start:end]
+        # stable: the default sort orders equal costs as the instructions of the processor have it.
         block[:] = block[np.argsort(costs[block], kind="stable")]
     grouped = order[: groups * group].reshape(groups, group)
     # Groups in random order, then the rows of each, so that cost no longer depends on the position.

@@ -9,8 +9,8 @@ TURN_END = "<|im_end|>"
 BYTES_VOCAB_SIZE = 259
 """256 bytes (the token id of a byte is its value), then end of text, turn start, turn end."""
 
+# Bytes that byte-level BPE represents by the character with the same code point.
 _PRINTED = (*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100))
-"""Bytes that byte-level BPE represents by the character with the same code point."""
 
 
 def byte_library_tokenizer() -> Tokenizer:

@@ -34,6 +34,7 @@ class ChatTemplate(Settings):
         """A shallow copy of the tokenizer with the template; the same one where `text` is None."""
         if self.text is None:
             return tokenizer
+        # Not in place: workers share a tokenizer among data sets, whose templates may differ.
         changed = copy.copy(tokenizer)
         changed.chat_template = self.text
         return changed

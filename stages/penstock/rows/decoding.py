@@ -19,9 +19,9 @@ from penstock.rows.byte_vocabulary import byte_library_tokenizer
 
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer_config.json")
 
+# Context in tokens that can change how a token decodes: a UTF-8 character may be split over several
+# tokens, and a leading space may depend on the preceding token.
 REACH = 16
-"""Context in tokens that can change how a token decodes: a UTF-8 character may be split over
-several tokens, and a leading space may depend on the preceding token."""
 
 
 class Decoder:
@@ -43,6 +43,7 @@ class Decoder:
             if is_known:
                 parts.append(self._tokenizer.decode(list(run), skip_special_tokens=False))
             else:
+                # tokenizers leaves out ids that it does not know.
                 parts += (f"<unknown {token}>" for token in run)
         return "".join(parts)
 

@@ -192,6 +192,7 @@ def _concatenate_bytes(parts: Sequence[StoredTensor]) -> PixelBytes | None:
             return None
     return PixelBytes(
         torch.from_numpy(np.concatenate([part.content for part in parts])),
+        # A copy: torch warns of arrays that cannot be written, as those of a mapped file.
         torch.from_numpy(table.values.copy()),
         table.repeats,
         (sum(part.shape[0] for part in parts), *parts[0].shape[1:]),

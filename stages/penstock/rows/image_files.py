@@ -38,8 +38,8 @@ MEDIA = "media"
 BATCH_BYTES = 4 << 20
 """Size at which a record batch is written."""
 
+# Record batches whose buffers are kept: finding them takes longer than reading a tensor.
 OPEN_BATCHES = 4096
-"""Record batches whose buffers are kept: finding them takes longer than reading a tensor."""
 
 SHAPE = ".shape"
 IMAGE = "image"

@@ -19,16 +19,11 @@ from penstock.rows.arrow import (
     flat,
     loss_weights,
     map_batches,
+    to_numpy,
     with_columns,
 )
 from penstock.rows.sample_order import DatasetMixer, Indices, epoch_orders
-from penstock.rows.schema import (
-    IGNORED,
-    IMAGE_TOKENS,
-    IMAGES,
-    LOSS_WEIGHTS,
-    prepared_schema,
-)
+from penstock.rows.schema import IGNORED, IMAGE_TOKENS, IMAGES, LOSS_WEIGHTS, prepared_schema
 
 PLAN = "plan.json"
 
@@ -131,8 +126,10 @@ class PreparedSamples:
 
     def desirable(self) -> npt.NDArray[np.bool_]:
         """KTO labels: whether the completion of each sample is desirable."""
-        parts = [batch.column("desirable").to_pylist() for batch in self._batches]
-        return np.array([flag for part in parts for flag in part], dtype=np.bool_)
+        # Arrow has eight booleans in a byte, of which there is no view.
+        columns = [batch.column("desirable").cast(pa.int32()) for batch in self._batches]
+        flags = [np.empty(0, np.int32), *(to_numpy(column, np.int32) for column in columns)]
+        return np.concatenate(flags).astype(np.bool_)
 
     def table(self) -> pa.Table:
         """All columns of all samples, memory-mapped (`rows.schema.prepared_schema` lists them)."""
@@ -185,8 +182,8 @@ class PreparedSamples:
 
     def score_gaps(self) -> npt.NDArray[np.float32]:
         """Chosen score minus rejected score of every pair."""
-        parts = [batch.column("score_gap").to_pylist() for batch in self._batches]
-        return np.array([gap for part in parts for gap in part], dtype=np.float32)
+        columns = [to_numpy(batch.column("score_gap"), np.float32) for batch in self._batches]
+        return np.concatenate([np.empty(0, np.float32), *columns])
 
     def tokens(self, side: str, index: int) -> tuple[Tokens, Tokens]:
         """(input_ids, unshifted labels) of one side of a sample, from 0."""

@@ -20,16 +20,16 @@ from penstock.core.errors import ConfigError
 VERSION = 1
 """Increase it if other texts are tried."""
 
+# Characters of a chat template; published ones have at most some 20,000.
 MAX_TEMPLATE = 1 << 20
-"""Characters of a chat template; published ones have at most some 20,000."""
 
 CPU_SECONDS = 5
 ADDRESS_BYTES = 1 << 30
 OUTPUT_FACTOR = 100
 """Characters that a normalizer may write for each that it reads."""
 
+# Characters that are repeated, followed by another one: what backtracking patterns meet.
 RUNS = ("a", "A", "1", " ", "\n", "!", "é", "字", "a1", "a ", "'s ", "\r\n")
-"""Characters that are repeated, followed by another one: what backtracking patterns meet."""
 
 RUN_LENGTH = 2000
 MESSAGES = 30
@@ -38,6 +38,7 @@ MESSAGES = 30
 def require_bounded_tokenizer(backend: Any, location: str) -> None:
     """Raise ConfigError if the normalizer and the pre-tokenizer do not end on difficult texts."""
     parts = {
+        # tokenizers has no other way to a part's JSON than the one by which it is pickled.
         name: json.loads(part.__getstate__())
         for name in ("normalizer", "pre_tokenizer")
         if (part := getattr(backend, name, None))
@@ -80,6 +81,7 @@ def _probe(payload: str) -> str:
 def main() -> None:
     """Print why what is given on standard input cannot be used."""
     content = json.loads(sys.stdin.buffer.read())
+    # SIGXCPU writes the memory of the process to a core file otherwise.
     resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
     with suppress(ValueError, OSError):  # macOS has the limit, and may refuse to set it
         resource.setrlimit(resource.RLIMIT_AS, (ADDRESS_BYTES, ADDRESS_BYTES))
@@ -120,6 +122,7 @@ def _render(text: str) -> None:
     for more in ({}, {"tools": [{"type": "function", "function": {"name": "f"}}]}):
         try:
             ENVIRONMENT.from_string(text).render(messages=messages, **more)
+        # Its exit code tells `_probe` that memory was too little.
         except MemoryError:
             raise
         except Exception:  # noqa: BLE001 - only whether it ends

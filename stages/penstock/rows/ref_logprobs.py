@@ -104,6 +104,7 @@ def drop_damaged(folder: Path) -> list[Path]:
         try:
             read_scores(file)
         except ArtifactError:
+            # Runs share the folder: another one may have dropped it first.
             file.unlink(missing_ok=True)
             dropped.append(file)
     return dropped

@@ -8,22 +8,22 @@ from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal
 
+# Minimum rows per epoch, if the longest sample allows it: with fewer, usual batch sizes leave too
+# few optimizer steps.
 WANTED_ROWS = 512
-"""Minimum rows per epoch, if the longest sample allows it: with fewer, usual batch sizes leave too
-few optimizer steps."""
 
+# Default multiple to which rows are padded when they are loaded (`data.pad_to_multiple_of`);
+# shorter rows would save nothing.
 SHORTEST = 128
-"""Default multiple to which rows are padded when they are loaded (`data.pad_to_multiple_of`);
-shorter rows would save nothing."""
 
+# Minimum mean samples and tokens of an optimizer step, if an epoch then has `STEPS_KEPT` steps:
+# steps of single short samples are noisy, and most of their time is overhead.
 STEP_SAMPLES, STEP_TOKENS = 8, 512
-"""Minimum mean samples and tokens of an optimizer step, if an epoch then has `STEPS_KEPT` steps:
-steps of single short samples are noisy, and most of their time is overhead."""
 
 STEPS_KEPT = 30
 
+# Maximum tokens of a row that is lengthened for `STEP_SAMPLES`: activations grow with it.
 LONGEST_FOR_STEP = 4096
-"""Maximum tokens of a row that is lengthened for `STEP_SAMPLES`: activations grow with it."""
 
 RowLength = Literal["written", "fitted"]
 

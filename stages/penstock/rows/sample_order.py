@@ -16,8 +16,8 @@ import numpy.typing as npt
 Indices = npt.NDArray[np.int64]
 Strategy = Literal["concat", "random", "interleave_under", "interleave_over"]
 
+# One random stream per purpose, so that changing one option does not change the other draws.
 _BEFORE_MERGING, _MERGED, _ROWS, _STREAM, _DRAWS = 1, 2, 4, 5, 6
-"""One random stream per purpose, so that changing one option does not change the other draws."""
 
 
 @dataclass(frozen=True)
@@ -135,6 +135,7 @@ def rows_generator(seed: int, epoch: int) -> np.random.Generator:
 
 def generator(seed: int, *stream: int) -> np.random.Generator:
     """Random generator that depends only on the seed and the stream, on every machine."""
+    # By name: np.random.default_rng may take another bit generator in a later NumPy.
     return np.random.Generator(np.random.PCG64([seed, *stream]))
 
 

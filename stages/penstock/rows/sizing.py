@@ -11,8 +11,8 @@ from typing import Any
 from penstock.config.schema.data import LastBatch
 from penstock.config.schema.run import RunConfig
 
+# Minimum optimizer steps; a run with fewer trains too little, whatever the data.
 FEW_STEPS = 20
-"""Minimum optimizer steps; a run with fewer trains too little, whatever the data."""
 
 FEW_ROWS = Fraction(1, 20)
 """Maximum share of an epoch's rows that is dropped without a warning, and that `drop_few` drops."""
@@ -20,14 +20,14 @@ FEW_ROWS = Fraction(1, 20)
 FEW_SAMPLES = Fraction(1, 100)
 """Maximum share of samples that is truncated, or dropped as too long, without a warning."""
 
+# Rows this many times as long as the longest sample are longer than packing needs.
 LONG_ROWS = 16
-"""Rows this many times as long as the longest sample are longer than packing needs."""
 
 UNSELECTED = ("max_samples", "contaminated", "exact_duplicate", "near_duplicate")
 """Reasons that drop samples after they were tokenized, and truncated."""
 
+# Settings that end a run early on purpose: the run length is not warned about.
 STOPS = ("max_steps", "max_tokens", "max_hours", "eval_only", "early_stopping")
-"""Settings that end a run early on purpose: the run length is not warned about."""
 
 
 @dataclass(frozen=True)

@@ -39,16 +39,17 @@ class _GenerationBlocks(Extension):
         return parser.parse_statements(("name:endgeneration",), drop_needle=True)
 
 
+# As transformers'.
 ENVIRONMENT = ImmutableSandboxedEnvironment(
     trim_blocks=True, lstrip_blocks=True, extensions=[_GenerationBlocks, loopcontrols]
 )
-"""As transformers'."""
 
 
 @lru_cache(maxsize=128)
 def template_variables(text: str, location: str) -> frozenset[str]:
     """The variables that a template reads. Raises ConfigError with the line if it is no Jinja."""
     try:
+        # Compiled as well: only then does Jinja look whether filters and tests exist.
         ENVIRONMENT.compile(text)
         return frozenset(find_undeclared_variables(ENVIRONMENT.parse(text)))
     except (RecursionError, MemoryError, OverflowError, SecurityError) as error:

@@ -9,8 +9,8 @@ from jinja2 import TemplateError
 from transformers import PreTrainedTokenizerBase
 from transformers.utils.chat_template_utils import render_jinja_template
 
+# Private-use characters, which no template contains.
 PROBE = "\ue000answer\ue001"
-"""Private-use characters, which no template contains."""
 
 
 def locate_template(tokenizer: PreTrainedTokenizerBase) -> str:

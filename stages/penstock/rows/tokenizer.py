@@ -25,6 +25,7 @@ from penstock.rows.probe import (
 
 VOCABULARY = "tokenizer.json"
 
+# Of the files of a tokenizer; the largest that are published have some 40 MB.
 MAX_BYTES = {
     VOCABULARY: 512 << 20,
     "tokenizer_config.json": 64 << 20,
@@ -34,10 +35,9 @@ MAX_BYTES = {
     "chat_template.json": 4 * MAX_TEMPLATE,
     GENERATION_CONFIG: 4 << 20,
 }
-"""Of the files of a tokenizer; the largest that are published have some 40 MB."""
 
+# Packages named by transformers' errors about a tokenizer.model that it cannot read.
 MODEL_PACKAGES = re.compile("sentencepiece|tiktoken", re.IGNORECASE)
-"""Packages named by transformers' errors about a tokenizer.model that it cannot read."""
 
 CHAT_TEMPLATE = """\
 {%- for message in messages -%}
@@ -131,6 +131,7 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
     """
     folder = Path(path).expanduser()
     file: Any = folder / GENERATION_CONFIG
+    # A link that leads nowhere is not absent: without an error, no stop token would be known.
     is_absent = folder.exists() and not (file.exists() or file.is_symlink())
     if path.startswith("builtin:") or is_absent:
         return ()
@@ -176,10 +177,8 @@ def _require_sizes(folder: Path) -> None:
 
 
 def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: str | None) -> None:
-    """Raise ConfigError if eos_token is not in the vocabulary.
-
-    transformers would append such a token, with an id for which the embedding has no row.
-    """
+    """Raise ConfigError if eos_token is not in the vocabulary."""
+    # transformers would append such a token, with an id for which the embedding has no row.
     folder = Path(path).expanduser()
     is_here = folder.exists()
     file: Any = folder / VOCABULARY
@@ -191,6 +190,7 @@ def _require_known_end(tokenizer: PreTrainedTokenizerBase, path: str, revision: 
         return
     # Searching the raw bytes is much faster than parsing the whole vocabulary.
     content = Path(file).read_bytes()
+    # Programs write a tokenizer.json with escapes or without.
     spellings = {json.dumps(end, ensure_ascii=escapes).encode() for escapes in (True, False)}
     if any(spelling in content for spelling in spellings) or end in map(str, declared.values()):
         return

@@ -56,6 +56,7 @@ def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="python -m penstock.server",
         epilog="Any setting can be written as --server.name value.",
+        # argparse would take any unambiguous beginning of an option for it.
         allow_abbrev=False,
     )
     parser.add_argument(

@@ -49,7 +49,6 @@ class TrainerState:
 
     @classmethod
     def of_json(cls, state: Mapping[str, Any]) -> "TrainerState":
-        """Parse the result of `as_json`."""
         names = ("epoch", "samples_consumed", "order_seed", "group")
         counters = {name: state[name] for name in ("step", "tokens", "trained_tokens", "loss")}
         cursor = Cursor(*(state[name] for name in names))
@@ -81,11 +80,10 @@ class Checkpointer:
         self._step: int | None = 0
         self._verified: Path | None = None
         """A checkpoint whose files have all been verified."""
-        self._learns = not train.eval_only
 
     def is_needless(self, step: int) -> bool:
         """Whether the checkpoint of that step exists already, or the run trains nothing."""
-        return self._step == step or not self._learns
+        return self._step == step or self._job.config.train.eval_only
 
     def newest(self) -> Path | None:
         """The newest complete checkpoint of this run. Damaged ones are reported to `warn` and moved
@@ -133,9 +131,9 @@ class Checkpointer:
         started."""
         if self.is_needless(state.step):
             return True
-        for act in (self._checkpoints.finish, lambda: self._write(state, more)):
+        for action in (self._checkpoints.finish, lambda: self._write(state, more)):
             try:
-                act()
+                action()
             except StageError as error:
                 self._warn(str(error))
         return self.is_needless(state.step)
@@ -151,7 +149,7 @@ class Checkpointer:
             return False
         return True
 
-    def place_of(self, step: int) -> str:
+    def path_of(self, step: int) -> str:
         """The path of the saved checkpoint of `step` in the output folder."""
         folder = self._checkpoints.folder_of(step)
         assert folder is not None, f"there is no checkpoint of step {step}"
@@ -183,15 +181,13 @@ class Checkpointer:
         load_checkpoint_path names, or to all if it is "auto"; otherwise the run's own checkpoints
         are always read in full."""
         train = self._job.config.train
-        is_meant = folder.parent != self.root or train.load_checkpoint_path == "auto"
-        return "passed over" if is_meant and not train.load_optimizer else "read"
+        is_named = folder.parent != self.root or train.load_checkpoint_path == "auto"
+        return "passed over" if is_named and not train.load_optimizer else "read"
 
     def _write(self, trainer_state: TrainerState, more: Mapping[str, Any]) -> None:
         self._ranks.heartbeat.set_phase("saving", step=trainer_state.step)
-        states, scaling = (
-            self._ranks.all_gather(rng.get_rng_state()),
-            self._built.engine.part(GradScaler),
-        )
+        rng_states = self._ranks.all_gather(rng.get_rng_state())
+        scaling = self._built.engine.part(GradScaler)
         state = {
             "format": FORMAT,
             "key": self._job.key,
@@ -200,7 +196,7 @@ class Checkpointer:
             **more,
             **({"loss_scale": scaling.as_json()} if scaling else {}),
             "layout": self._built.layout,
-            "rng": {str(rank): state for rank, state in enumerate(states)},
+            "rng": {str(rank): state for rank, state in enumerate(rng_states)},
         }
         self._checkpoints.save(trainer_state.step, state)
         self._step = trainer_state.step

@@ -23,36 +23,36 @@ def claim(
     shorter run if this one `resumes` and goes on from it.
     """
     try:
-        held = read_manifest(step.path) or read_attempt(step.path)
+        record = read_manifest(step.path) or read_attempt(step.path)
     except ArtifactError:
         if not fresh:
             raise
         backup_rename(step.path)
         return
-    if held is None:
-        return
-    key = stage_key(step.stage)
-    if held["key"] == key and not fresh:
+    if record is None:
         return
     if fresh:
         backup_rename(step.path)
         return
-    sealed = (step.path / MANIFEST).is_file()
-    if isinstance(step.stage, Train) and step.stage.checkpoint and not sealed:
+    key = stage_key(step.stage)
+    if record["key"] == key:
         return
-    changed = differences(identity(step.stage), recorded_identity(held))
+    is_finished = (step.path / MANIFEST).is_file()
+    if isinstance(step.stage, Train) and step.stage.checkpoint and not is_finished:
+        return
+    changed = differences(identity(step.stage), recorded_identity(record))
     lines = "\n".join(f"    {difference}" for difference in changed[:12])
-    state = "a finished run" if sealed else "an unfinished run"
+    state = "a finished run" if is_finished else "an unfinished run"
     remedy = "\n  Name another train.output_dir, or add --fresh to move the old one aside."
-    if resumes and (run := find_shorter(step, held)):
+    if resumes and (run := find_shorter(step, record)):
         refusal = run.refusal()
         if refusal is None:
             notify(f"train: {state} is lengthened, from {run.newest}; what differs:\n{lines}")
-            write_earlier_keys(step.path, key, held["key"])
+            write_earlier_keys(step.path, key, record["key"])
             reopen(step.path)
             return
         remedy = f"\n  It cannot be lengthened: {refusal}{remedy}"
     raise ConfigError(
-        f"train.output_dir {step.where} holds {state} of another key: {short(held['key'])} there, "
-        f"{short(key)} here. What differs:\n{lines}{remedy}"
+        f"train.output_dir {step.where} holds {state} of another key: {short(record['key'])} "
+        f"there, {short(key)} here. What differs:\n{lines}{remedy}"
     )

@@ -58,10 +58,8 @@ def keep_shown_data(
         lengths[split] = length_histogram(rows.document_lengths()[: ends[-1]])
         if split == "train" and number:
             decode = decoder()
-            samples = [
-                list(_parts(rows.row(row), document, decode))
-                for row, document in _spread(ends, number)
-            ]
+            spread = _spread(ends, number)
+            samples = [list(_parts(rows.row(row), document, decode)) for row, document in spread]
     write_json(out / DATA_SAMPLES, {"lengths": lengths, "samples": samples})
 
 
@@ -90,34 +88,32 @@ def _parts(row: Row, document: int, decoder: Decoder) -> Iterator[Part]:
         # Labels of packed rows are shifted by one, and the last token of a document has none.
         yield _part("", ids, _shifted(labels)[:-1], decoder)
         return
-    sequences = [
-        _sequence(row, row.branching, branch) for branch in _branches(row.branching, document)
-    ]
+    branching = row.branching
+    first = document * _branches_per_document(branching) // PER_SAMPLE * PER_SAMPLE
+    sequences = [_sequence(row, branching, branch) for branch in (first, first + 1)]
     begins = [int(np.argmax(mask)) for _, mask in sequences]
     ids, mask = sequences[0]
     yield _part("prompt", ids[: begins[0]], mask[: begins[0]], decoder)
     names = ("chosen answer", "rejected answer")
-    if row.branching.desirable:
-        sample = _branches(row.branching, document)[0] // PER_SAMPLE
-        names = ("desirable answer" if row.branching.desirable[sample] else "undesirable answer",)
+    if branching.desirable:
+        is_desirable = branching.desirable[first // PER_SAMPLE]
+        names = ("desirable answer" if is_desirable else "undesirable answer",)
     for name, (ids, mask), begin in zip(names, sequences, begins, strict=False):
         yield _part(name, ids[begin:], mask[begin:], decoder)
 
 
-def _branches(branching: PrefixSharing, document: int) -> list[int]:
-    """The indices of the two branches of a document's preference sample."""
-    of_document = len(branching.branches) // len(branching.prompts)
-    first = document * of_document // PER_SAMPLE * PER_SAMPLE
-    return [first, first + 1]
+def _branches_per_document(branching: PrefixSharing) -> int:
+    """The two completions of a sample share a prompt, or are documents of their own."""
+    return len(branching.branches) // len(branching.prompts)
 
 
 def _sequence(row: Row, branching: PrefixSharing, branch: int) -> tuple[Tokens, Mask]:
     """The tokens of a prompt and one completion, and the loss mask."""
-    of_document = len(branching.branches) // len(branching.prompts)
-    document = branch // of_document
+    per_document = _branches_per_document(branching)
+    document = branch // per_document
     begin = sum(branching.documents()[:document])
     shared = branching.prompts[document]
-    start = begin + shared + sum(branching.branches[document * of_document : branch])
+    start = begin + shared + sum(branching.branches[document * per_document : branch])
     tokens = slice(start, start + branching.branches[branch])
     labels = row.labels[tokens]
     prompt = row.input_ids[begin : begin + shared]
@@ -148,10 +144,10 @@ def _spans(ids: Tokens, mask: Mask, decoder: Decoder) -> Iterator[tuple[str, str
     for start, end in _windows(mask):
         if start > shown:
             yield "left out", f"{start - shown:,}"
-        looks = mask[start:end]
-        ends = [*(np.flatnonzero(looks[1:] != looks[:-1]) + 1).tolist(), len(looks)]
+        span_mask = mask[start:end]
+        ends = [*(np.flatnonzero(span_mask[1:] != span_mask[:-1]) + 1).tolist(), len(span_mask)]
         for stop, text in zip(ends, decoder.pieces(ids[start:end].tolist(), ends), strict=True):
-            yield "trained" if looks[stop - 1] else "untrained", text
+            yield "trained" if span_mask[stop - 1] else "untrained", text
         shown = end
     if shown < len(ids):
         yield "left out", f"{len(ids) - shown:,}"

@@ -26,9 +26,6 @@ from penstock.train.launch.job import Job
 Groups = Sequence[Sequence[int]]
 """The row indices of each micro-batch of a step."""
 
-PRELOADED = __name__
-"""Imported once by the fork server of the workers."""
-
 
 @dataclass(frozen=True)
 class LoaderConfig:
@@ -45,23 +42,18 @@ class LoaderConfig:
     @classmethod
     def of(cls, run: RunConfig, device: torch.device) -> "LoaderConfig":
         """Build from the config. Workers are only started on demand."""
-        data = run.data
+        data, pad_to = run.data, "own"
+        if run.train.pipeline_parallel_size > 1:
+            # Pipeline stages allocate the buffers that they receive into by one length.
+            longest = data.row_length * run.train.micro_batch_size
+            pad_to = "longest" if run.train.pp_variable_seq_lengths else longest
         return cls(
             num_workers=data.num_workers,
             steps_ahead=data.prefetch_factor,
             pin_memory=data.dataloader_pin_memory and device.type == "cuda",
             pad_to_multiple_of=micro_batch_padding(data, run.train),
-            pad_to=_pad_to(run),
+            pad_to=pad_to,
         )
-
-
-def _pad_to(run: RunConfig) -> PadTo:
-    """Pipeline stages exchange micro-batches of one length."""
-    if run.train.pipeline_parallel_size == 1:
-        return "own"
-    if run.train.pp_variable_seq_lengths:
-        return "longest"
-    return run.data.row_length * run.train.micro_batch_size
 
 
 def trained_rows(job: Job) -> PackedRows:
@@ -74,21 +66,20 @@ def prepare(reading: LoaderConfig) -> None:
     """Start the fork server early, while other processes are busy."""
     if reading.num_workers:
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([PRELOADED])
+        context.set_forkserver_preload([__name__])
         forkserver.ensure_running()
 
 
 def read(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> list[MicroBatch]:
     """Read the micro-batches of those rows in this process."""
-    laid = _lay(rows, groups, reading)
-    return (laid.pin_memory() if reading.pin_memory else laid).micro_batches()
+    collated = _collate(rows, groups, reading)
+    return (collated.pin_memory() if reading.pin_memory else collated).micro_batches()
 
 
 class Loader:
     """Iterator over the micro-batches of `steps`. Must be closed, because it may own workers."""
 
     def __init__(self, rows: PackedRows, steps: Iterator[Groups], reading: LoaderConfig) -> None:
-        """Start reading the rows of the steps."""
         self._rows, self._steps, self._reading = rows, steps, reading
         self._ahead: Iterator[CollatedStep | PenstockError] | None = None
         if reading.num_workers:
@@ -98,9 +89,9 @@ class Loader:
                     _Steps(type(rows), rows.folder, reading),
                     sampler=steps,
                     # An index that the sampler gives is a whole step, which DataLoader must not
-                    # batch again.
+                    # batch again. Without a batch it converts arrays and collections, and leaves
+                    # objects of classes as they are.
                     batch_size=None,
-                    collate_fn=_as_it_is,
                     num_workers=reading.num_workers,
                     prefetch_factor=reading.steps_ahead,
                     pin_memory=reading.pin_memory,
@@ -142,7 +133,6 @@ class Loader:
         return collated.micro_batches()
 
     def close(self) -> None:
-        """Stop the workers."""
         # DataLoader's iterator ends its workers when it is deleted.
         self._ahead = None
 
@@ -158,22 +148,18 @@ class _Steps(Dataset[Any]):
         try:
             # Memory-mapped in the worker: a memory map cannot be pickled.
             self._rows = self._rows or self._kind(self._folder)
-            return _lay(self._rows, groups, self._reading)
+            return _collate(self._rows, groups, self._reading)
         except PenstockError as error:
             # Returned as a value, so that it is not wrapped in the worker's traceback.
             return error
 
 
-def _lay(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> CollatedStep:
+def _collate(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> CollatedStep:
     return collate(
         [[rows.row(index) for index in group] for group in groups],
         pad_to_multiple_of=reading.pad_to_multiple_of,
         pad_to=reading.pad_to,
     )
-
-
-def _as_it_is(value: Any) -> Any:
-    return value
 
 
 def _begin(_worker: int) -> None:

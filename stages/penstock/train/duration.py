@@ -1,4 +1,4 @@
-"""Training duration (max_steps, max_tokens, epochs) and evaluation and save intervals."""
+"""Training duration: max_steps, max_tokens, epochs, and max_hours by the clock."""
 
 import time
 from dataclasses import dataclass
@@ -44,25 +44,6 @@ def build_duration(
     return Duration(ends[first], first)
 
 
-@dataclass(frozen=True)
-class Interval:
-    """Every n steps, every n epochs, or both; 0 disables."""
-
-    steps: int = 0
-    epochs: float = 0.0
-
-    def is_due(self, step: int, before: Fraction, now: Fraction) -> bool:
-        """Whether the interval ends at this step, during which the epoch progress went from
-        `before` to `now`."""
-        if self.steps and step % self.steps == 0:
-            return True
-        if not self.epochs:
-            return False
-        # Through the text: the float 0.1 is not a tenth, and boundaries would drift.
-        interval = Fraction(str(self.epochs))
-        return now // interval > before // interval
-
-
 class WallClock:
     """Wall-clock time of a run over all its restarts, and the `max_hours` limit."""
 
@@ -78,10 +59,8 @@ class WallClock:
 
     @property
     def seconds(self) -> float:
-        """Wall-clock seconds of the run so far."""
         return self._before + time.monotonic() - self._started
 
     @property
     def is_up(self) -> bool:
-        """Whether the time limit is reached."""
         return self._limit is not None and self.seconds >= self._limit

@@ -16,11 +16,7 @@ import numpy as np
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.cache.diff_identity import Difference, differences
-from penstock.core.cache.input_digests import (
-    changed_inputs,
-    digests_of_inputs,
-    recorded_identity,
-)
+from penstock.core.cache.input_digests import changed_inputs, digests_of_inputs, recorded_identity
 from penstock.core.cache.stage import identity
 from penstock.core.cache.store import PlannedStage
 from penstock.engine.checkpoint.folders import (

@@ -1,6 +1,7 @@
 """Redaction of credentials in data samples that are shown in reports."""
 
 import re
+from itertools import accumulate, pairwise
 
 BLOT = "•"
 
@@ -34,9 +35,5 @@ def masked(text: str) -> str:
 def masked_pieces(pieces: list[str]) -> list[str]:
     """The same for consecutive pieces of one text, because a credential may span several."""
     text = masked("".join(pieces))
-    parts: list[str] = []
-    start = 0
-    for piece in pieces:
-        parts.append(text[start : start + len(piece)])
-        start += len(piece)
-    return parts
+    bounds = pairwise(accumulate(map(len, pieces), initial=0))
+    return [text[start:end] for start, end in bounds]

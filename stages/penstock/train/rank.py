@@ -4,12 +4,11 @@ import faulthandler
 import logging
 import platform
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
-from penstock.config.schema.logging import LogRanks
 from penstock.core import env
 from penstock.core.cache.record import write_record
 from penstock.core.errors import ConfigError, PenstockError
@@ -47,9 +46,7 @@ def train(
     job: Job, ranks: ProcessInfo, stop: StopRequest, notify: Notify
 ) -> tuple[dict[str, Any] | None, int]:
     """Train to the end, or until asked to stop."""
-    reading = LoaderConfig.of(job.config, ranks.device)
-    if reading.num_workers:
-        prepare(reading)
+    prepare(LoaderConfig.of(job.config, ranks.device))
     loop = Trainer(job, assembled(job, ranks, notify), ranks, stop)
     layout = layout_text(loop.built.layout)
     log.info("%d rows, %d steps, layout: %s", len(loop.rows), loop.total_steps, layout)
@@ -63,24 +60,18 @@ def assembled(job: Job, ranks: ProcessInfo, notify: Notify) -> BuiltModel:
     vocabulary."""
     ranks.heartbeat.set_phase("loading the model")
     hf_config = read_hf_config(
-        job.config_path,
-        job.config.model.foundation,
-        runs_code=job.config.model.trust_remote_code,
+        job.config_path, job.config.model.foundation, runs_code=job.config.model.trust_remote_code
     )
     options = {"adapter": job.adapter, "images": job.images}
     built = assemble(job.config, hf_config, job.weights, ranks, notify, **options)
-    check_job(job, built.vocab_size)
-    return built
-
-
-def check_job(job: Job, vocab_size: int) -> None:
-    """Raise ConfigError before the first step if the rows have token ids outside the vocabulary."""
-    if job.max_token_id >= vocab_size:
+    # CUDA answers an index outside the embedding with an assertion that names no cause.
+    if job.max_token_id >= built.vocab_size:
         raise ConfigError(
             f"the packed rows hold token id {job.max_token_id}, and the model's vocabulary ends at "
-            f"{vocab_size - 1}.\n"
+            f"{built.vocab_size - 1}.\n"
             "  model.tokenizer_path and model.config_path do not belong together."
         )
+    return built
 
 
 def main(path: Path, work: Work = train) -> None:
@@ -135,10 +126,22 @@ def run_rank(
         if ranks.is_main_process:
             sys.stderr.write(f"{work.__name__}: {line}\n")
 
-    _log_to(job.output_dir / LOGS / f"rank_{ranks.rank}.log")
+    log_file = job.output_dir / LOGS / f"rank_{ranks.rank}.log"
+    log_file.parent.mkdir(parents=True, exist_ok=True)
+    _log_to(logging.FileHandler(log_file), "%(asctime)s %(levelname)s %(message)s")
+    log.setLevel(logging.INFO)
+    # Libraries give the root logger handlers, which would print each line once more.
+    log.propagate = False
     with ExitStack() as held:
-        if _speaks_too(ranks, job.config.train.log_ranks):
-            held.enter_context(_on_the_terminal(f"{work.__name__}, rank {ranks.rank}"))
+        log_ranks = job.config.train.log_ranks
+        is_shown = log_ranks == "all" or (log_ranks == "local0" and ranks.local_rank == 0)
+        # Rank 0's messages are on the terminal already, above its progress display.
+        if is_shown and not ranks.is_main_process:
+            terminal = _log_to(
+                logging.StreamHandler(sys.stderr),
+                f"{work.__name__}, rank {ranks.rank}: %(message)s",
+            )
+            held.callback(log.removeHandler, terminal)
         if ranks.is_main_process:
             # Ranks of a killed launcher may still be saving; they exit within a step.
             held.enter_context(acquire_lock(job.output_dir / RANKS_LOCK))
@@ -169,29 +172,7 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
     return sorted({launch for _, launch, _ in launches})
 
 
-def _speaks_too(ranks: ProcessInfo, log_ranks: LogRanks) -> bool:
-    """Whether this rank also logs to its terminal, in addition to rank 0."""
-    return not ranks.is_main_process and (
-        log_ranks == "all" or (log_ranks == "local0" and ranks.local_rank == 0)
-    )
-
-
-@contextmanager
-def _on_the_terminal(name: str) -> Iterator[None]:
-    """Also show log messages on the terminal, with this prefix."""
-    handler = logging.StreamHandler(sys.stderr)
-    handler.setFormatter(logging.Formatter(f"{name}: %(message)s"))
+def _log_to(handler: logging.Handler, format: str) -> logging.Handler:
+    handler.setFormatter(logging.Formatter(format))
     log.addHandler(handler)
-    try:
-        yield
-    finally:
-        log.removeHandler(handler)
-
-
-def _log_to(file: Path) -> None:
-    file.parent.mkdir(parents=True, exist_ok=True)
-    handler = logging.FileHandler(file)
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname)s %(message)s"))
-    log.addHandler(handler)
-    log.setLevel(logging.INFO)
-    log.propagate = False
+    return handler

@@ -20,14 +20,7 @@ from penstock.config.schema.model import ModelConfig
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
 from penstock.core.cache.data_facts import DATA, write_data_facts
-from penstock.core.cache.stage import (
-    Artifact,
-    Facts,
-    Input,
-    Source,
-    Stage,
-    stage_key,
-)
+from penstock.core.cache.stage import Artifact, Facts, Input, Source, Stage, stage_key
 from penstock.core.errors import ArtifactError, PenstockError
 from penstock.core.files import regular_files
 from penstock.core.os_errors import describe_os_error
@@ -35,7 +28,15 @@ from penstock.core.remote.urls import is_url, redact
 from penstock.core.sources.hub import local_folder
 from penstock.engine.checkpoint.folders import checkpoint_naming, newest_checkpoint
 from penstock.engine.model_source import ExportFormat, ModelSource
-from penstock.train.launch.job import CHECKPOINTS, HF_WEIGHTS, LOGS, Job, build_job, read_outcome
+from penstock.train.launch.job import (
+    CHECKPOINTS,
+    HF_WEIGHTS,
+    LOGS,
+    Job,
+    build_job,
+    read_outcome,
+    resolve_source,
+)
 from penstock.train.launch.stop_request import STOP_FILE
 from penstock.train.launch.torchrun import LaunchResult, build_facts, start_ranks
 from penstock.train.launch.upload_selection import files_to_download, files_to_upload
@@ -101,18 +102,15 @@ class Train(Stage):
     @property
     def inputs(self) -> Mapping[str, Input]:
         """The packed rows, the model's config and weights, and what else training starts from."""
-        inputs: dict[str, Input] = {"packed": self.packed, "config": self.origin.config}
-        if self.origin.weights:
-            inputs["weights"] = self.origin.weights
-        if self.origin.adapter:
-            inputs["adapter"] = self.origin.adapter
-        if self.checkpoint:
-            inputs["checkpoint"] = self.checkpoint
-        if self.initial:
-            inputs["initial"] = self.initial
-        if self.reference:
-            inputs["reference"] = self.reference
-        return inputs
+        optional: dict[str, Input | None] = {
+            "weights": self.origin.weights,
+            "adapter": self.origin.adapter,
+            "checkpoint": self.checkpoint,
+            "initial": self.initial,
+            "reference": self.reference,
+        }
+        present = {name: source for name, source in optional.items() if source}
+        return {"packed": self.packed, "config": self.origin.config, **present}
 
     def read_facts(self, job: Job, ended: LaunchResult, location: str) -> dict[str, Any]:
         """The facts of ranks that finished; otherwise raises the error that ended them."""
@@ -141,25 +139,22 @@ class Train(Stage):
         return facts
 
     def files_to_upload(self, out: Path) -> list[list[Path]]:
-        """Complete checkpoints, and the run's logs."""
         return files_to_upload(out)
 
     def files_to_download(self, names: Collection[str], out: Path) -> list[str]:
-        """The newest complete checkpoint, unless `out` has one that is as new."""
         return files_to_download(names, out, checkpoint_naming(self.run_config.train))
 
     def _config_here(self) -> RunConfig:
         """The config for the ranks, with a remote checkpoint replaced by its local copy."""
-        typed, run = self.run_config.train.load_checkpoint_path, self.run_config
-        if not self.checkpoint or not typed or not is_url(typed):
+        path, run = self.run_config.train.load_checkpoint_path, self.run_config
+        if not self.checkpoint or not path or not is_url(path):
             return run
-        local_path = {"load_checkpoint_path": str(local_folder(typed, self.checkpoint))}
+        local_path = {"load_checkpoint_path": str(local_folder(path, self.checkpoint))}
         return run.model_copy(update={"train": run.train.model_copy(update=local_path)})
 
     def _where(self, out: Path) -> str:
-        """The location shown to users."""
-        typed = self.run_config.train.output_dir
-        return redact(typed) if is_url(typed) else str(out)
+        output_dir = self.run_config.train.output_dir
+        return redact(output_dir) if is_url(output_dir) else str(out)
 
     def _write_hf_weights(self, checkpoint: Path) -> None:
         """Save the model with the last checkpoint in Hugging Face or PEFT format
@@ -175,17 +170,11 @@ class Train(Stage):
 
     def job(self, output_dir: Path) -> Job:
         """The job of this machine's ranks."""
-        initial, typed = self.initial, self.run_config.train.init_checkpoint_path
-        folder = local_folder(typed, initial).resolve() if initial and typed else None
-        job = build_job(
-            *(stage_key(self), self._config_here(), self.packed, self.origin, output_dir),
-            *(self.checkpoint, initial),
-        )
-        return replace(
-            job,
-            init_checkpoint=folder,
-            ref_logprobs=self.reference.path.resolve() if self.reference else None,
-        )
+        initial = resolve_source(self.run_config.train.init_checkpoint_path, self.initial)
+        ref_logprobs = self.reference.path.resolve() if self.reference else None
+        run, checkpoints = self._config_here(), (self.checkpoint, self.initial)
+        job = build_job(stage_key(self), run, self.packed, self.origin, output_dir, *checkpoints)
+        return replace(job, init_checkpoint=initial, ref_logprobs=ref_logprobs)
 
     def owned_files(self, out: Path) -> Iterable[Path]:
         """The resulting checkpoint and the data provenance, which other stages read. Logs, metrics
@@ -239,7 +228,6 @@ def _keep_shown_data(out: Path, stage: Train) -> None:
 
 
 def _import_export() -> None:
-    """Import what writes Hugging Face folders."""
     # A thread would print its traceback; the import in `_write_hf_weights` raises.
     with contextlib.suppress(Exception):
         import_module("penstock.engine.hf.export")

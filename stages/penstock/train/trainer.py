@@ -26,12 +26,12 @@ from penstock.engine.optim.changed_weights import FEW_CHANGED, rounding_warning
 from penstock.engine.step_part import TokenCounts
 from penstock.engine.train_step import Prefetch, StepResult
 from penstock.optim.schedule import lr_at
-from penstock.rows.batches import Cursor, Integers, StepSampler, assign_micro_batches
+from penstock.rows.batches import StepSampler
 from penstock.rows.collate import MicroBatch
 from penstock.rows.sizing import Finding, findings, run_size
 from penstock.train.checkpointing import Checkpointer, TrainerState
 from penstock.train.dataloader import Groups, Loader, LoaderConfig, trained_rows
-from penstock.train.duration import Interval, WallClock, build_duration
+from penstock.train.duration import WallClock, build_duration
 from penstock.train.eval.early_stopping import EarlyStopping
 from penstock.train.eval.evaluator import build_evaluator
 from penstock.train.eval.metrics import LOSS
@@ -44,7 +44,7 @@ from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.profiler import StepProfiler
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.metrics.step_metrics import StepMetrics
-from penstock.train.row_costs import row_costs
+from penstock.train.row_costs import local_micro_batches, row_costs
 
 GO_ON, TIME_IS_UP, STOP = 0, 1, 2
 """Stop flag after a step, max-reduced over ranks."""
@@ -75,7 +75,7 @@ class Trainer:
         self.references = build_ref_model(job, built, ranks, self.rows, self.batches)
         self.held_out = build_evaluator(job, built, ranks, self.reading, self.batches.rows_per_step)
         self.sampler = build_sample_generator(job, built, ranks)
-        self.judge = EarlyStopping.from_config(self.train)
+        self.judge = EarlyStopping(self.train.save_best, self.train.early_stopping)
         self.judge.require_metrics(self.held_out.names if self.held_out else ())
         self.profile = StepProfiler(self.train, ranks, job.key[:8])
         self.measures = StepMetrics(built, self.rows, self.train, ranks, self._warn)
@@ -102,8 +102,8 @@ class Trainer:
             self.train.keeps_in == "bfloat16" and not self.train.compensates_rounding
         )
         self._warmup_steps = self.train.warmup_steps(self.total_steps)
-        self._told_early: list[str] = []
-        """Warnings from before the recorder was opened."""
+        self._early_warnings: list[str] = []
+        """From before the recorder was opened."""
         self._samples: MetricsLog | None = None
 
     @property
@@ -135,7 +135,6 @@ class Trainer:
                     log.close()
 
     def close(self) -> None:
-        """Close the profiler, data loaders, and pending saves."""
         self.profile.close(self.at.step)
         self.saves.close()
         self.measures.close()
@@ -169,15 +168,13 @@ class Trainer:
 
     def _sanity_check_eval(self, due: set[Duty], stop_flag: int) -> None:
         """Sanity-check evaluation before the first step of this start."""
-        batches, ends = (
-            self.train.eval_sanity_batches,
-            stop_flag == STOP or self._ended_by(stop_flag),
-        )
-        if self.held_out and batches and not ends and "evaluation" not in due:
+        batches = self.train.eval_sanity_batches
+        if not (self.held_out and batches) or "evaluation" in due:
+            return
+        if stop_flag != STOP and not self._ended_by(stop_flag):
             self.held_out.sanity_check(batches, lambda: self.stop)
 
     def _step(self) -> dict[str, Any]:
-        """Run one step; returns its record."""
         started = time.perf_counter()
         step = self.at.step
         lr = lr_at(step, self.total_steps, self.train)
@@ -242,17 +239,11 @@ class Trainer:
         cursor = self.at.cursor
         for _ in range(self.at.step, self.total_steps):
             rows = self.batches.rows(cursor)
-            yield self._mine(rows)
+            costs, size = self._work[rows].tolist(), self.train.micro_batch_size
+            yield local_micro_batches(
+                self.built, rows.tolist(), costs, size=size, count=self.accumulation
+            )
             cursor = self.batches.advance(cursor)
-
-    def _mine(self, rows: Integers) -> Groups:
-        return assign_micro_batches(
-            rows.tolist(),
-            self._work[rows].tolist(),
-            num_replicas=self.built.dims.num_replicas,
-            size=self.train.micro_batch_size,
-            count=self.accumulation,
-        )[self.built.engine.model.mesh.index("replicate", "shard")]
 
     def _stop_flag(self) -> int:
         return STOP if self.stop else TIME_IS_UP if self.clock.is_up else GO_ON
@@ -266,21 +257,26 @@ class Trainer:
         return "max_hours" if stop_flag == TIME_IS_UP else None
 
     def _is_due(self, steps: int, epochs: float, before: Fraction) -> bool:
-        """Whether an action with this interval is due after a step that began at epoch progress
-        `before`."""
-        now = self.batches.progress(self.at.cursor)
-        return Interval(steps, epochs).is_due(self.at.step, before, now)
+        """Whether what comes every `steps` steps and every `epochs` epochs (0: never) is due after
+        a step that began at epoch progress `before`."""
+        if steps and self.at.step % steps == 0:
+            return True
+        if not epochs:
+            return False
+        # Through the text: the float 0.1 is not a tenth, and boundaries would drift.
+        interval = Fraction(str(epochs))
+        return self.batches.progress(self.at.cursor) // interval > before // interval
 
     def _due(self, before: Fraction, stop_flag: int) -> set[Duty]:
         """The evaluations and sample prompts due after this step."""
-        train, duties = self.train, set[Duty]()
+        train, due = self.train, set[Duty]()
         ends = self._ended_by(stop_flag) is not None
-        often = self._is_due(train.eval_steps, train.eval_epochs, before)
-        if self.held_out and (often or (ends and train.eval_at_end)):
-            duties.add("evaluation")
+        is_due = self._is_due(train.eval_steps, train.eval_epochs, before)
+        if self.held_out and (is_due or (ends and train.eval_at_end)):
+            due.add("evaluation")
         if self.sampler and (ends or self._is_due(train.sample_steps, 0, before)):
-            duties.add("samples")
-        return duties
+            due.add("samples")
+        return due
 
     def _run_due_evals(self, due: set[Duty], stop_flag: int) -> bool:
         """Run what is due and remove it from `due`. False if asked to stop before it is
@@ -317,10 +313,8 @@ class Trainer:
                 self.judge.best = before
 
     def _is_logged_already(self, file: str, name: str) -> dict[str, Any] | None:
-        """A record of the start step that an earlier start has logged; the same on all ranks.
-
-        Only its values whose names begin with `name`, which evaluations share.
-        """
+        """The record of the start step with a value `name` that an earlier start has logged,
+        without its step and time; the same on all ranks."""
         if self.at.step != self._started_at:
             return None
         logged = None
@@ -356,41 +350,31 @@ class Trainer:
         elif named not in (None, "auto"):
             self._load(Path(named))
             self._untrained = self.at.step
-            self._require_steps(named)
+            if self.at.step >= self.total_steps and not self.train.eval_only:
+                raise ConfigError(
+                    f"train.load_checkpoint_path {named} has taken {self.at.step} steps, and this "
+                    f"run ends at {self.total_steps}.\n  Raise train.{self.budget.set_by}."
+                )
         elif self.job.init_checkpoint:
             self.saves.load_weights(self.job.init_checkpoint)
         self._started_at = self.at.step
-        if self.held_out and self._evaluates_at_start and self.at.step == self._untrained:
+        evaluates = self.held_out and (self.train.eval_at_start or self.train.eval_only)
+        if evaluates and self.at.step == self._untrained:
             due.add("evaluation")
         return due
-
-    @property
-    def _evaluates_at_start(self) -> bool:
-        return self.train.eval_at_start or self.train.eval_only
-
-    def _require_steps(self, named: str) -> None:
-        if self.at.step >= self.total_steps and not self.train.eval_only:
-            raise ConfigError(
-                f"train.load_checkpoint_path {named} has taken {self.at.step} steps, and this run "
-                f"ends at {self.total_steps}.\n  Raise train.{self.budget.set_by}."
-            )
 
     def _load(self, folder: Path) -> dict[str, Any]:
         state = self.saves.load(folder)
         with understanding(folder):
             self.at = TrainerState.of_json(state)
-            self.at.cursor = self._cursor_of(state)
+            # A position in the rows of another run means nothing in these.
+            same_rows = state["packed_key"] == self.job.packed_key
+            cursor = self.at.cursor
+            self.at.cursor = self.batches.clamp(cursor) if same_rows else self.batches.start()
         self.budget = build_duration(self.train, self.batches, self.rows.lengths(), self.at)
         return state
 
-    def _cursor_of(self, state: dict[str, Any]) -> Cursor:
-        """The data cursor of a checkpoint; the beginning if it belongs to other rows."""
-        if state["packed_key"] != self.job.packed_key:
-            return self.batches.start()
-        return self.batches.clamp(self.at.cursor)
-
     def _open(self) -> None:
-        """Open the recorder on rank 0."""
         if not self.ranks.is_main_process:
             return
         findings_shown = self._findings()
@@ -402,7 +386,7 @@ class Trainer:
             self._recorder.log_message(f"warning: {finding.text}")
         if self.sampler:
             self._samples = MetricsLog(self.job.output_dir / SAMPLES, self.at.step)
-        for text in self._told_early:
+        for text in self._early_warnings:
             self._recorder.warn(self.at.step, text)
 
     def _findings(self) -> list[Finding]:
@@ -429,7 +413,7 @@ class Trainer:
         if self._recorder:
             self._recorder.warn(self.at.step, text, **details)
         elif self.ranks.is_main_process:
-            self._told_early.append(text)
+            self._early_warnings.append(text)
 
     def _collect_garbage(self) -> None:
         step, train = self.at.step, self.train
@@ -455,8 +439,8 @@ class Trainer:
         if warnings := self._findings():
             facts["warnings"] = [finding.as_json() for finding in warnings]
         if not self.train.eval_only:
-            last = self.saves.place_of(state.step)
-            facts["checkpoint"] = self.saves.place_of(best["step"]) if best else last
+            last = self.saves.path_of(state.step)
+            facts["checkpoint"] = self.saves.path_of(best["step"]) if best else last
             if best:
                 facts |= {"best_step": best["step"], "last_checkpoint": last}
         if self.built.quantized:

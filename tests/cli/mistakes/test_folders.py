@@ -50,10 +50,6 @@ def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
-def model_with(*changes: Change) -> tuple[str, tuple[Change, ...]]:
-    return "model", changes
-
-
 def cut(name: str, size: int) -> Change:
     return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
 
@@ -70,6 +66,7 @@ ENTRIES: dict[str, tuple[dict[str, object], str]] = {
     "no heads": ({"num_attention_heads": 0}, "num_attention_heads is 0; it must be an integer"),
     "heads below nothing": ({"num_attention_heads": -2}, "num_attention_heads is -2"),
     "a word for heads": ({"num_attention_heads": "two"}, "num_attention_heads is 'two'"),
+    "a truth for heads": ({"num_attention_heads": True}, "num_attention_heads is True; it must"),
     "half a head": ({"num_attention_heads": 2.5}, r"num_attention_heads is 2\.5"),
     "a list of heads": ({"num_attention_heads": [2]}, r"num_attention_heads is \[2\]"),
     "a billion heads": ({"num_attention_heads": 10**9}, "and the config makes it"),

@@ -57,7 +57,7 @@ def _examined(folder: Path, model_type: str) -> list[str]:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    "model_type", taking_turns([kind for kind in KINDS if kind != "gemma3n_text"], 4)
+    "model_type", taking_turns([kind for kind in KINDS if kind != "gemma3n_text"], 3)
 )
 def test_a_model_trains_resumes_and_is_exported(folder, model_type):
     assert _examined(folder, model_type) == []
@@ -135,7 +135,7 @@ def _layouts(folder: Path) -> dict[str, tuple[float, float, loops.Arrays]]:
 )
 def test_any_layout_gives_the_same_loss_norm_and_weights(folder, model_type):
     own = folder / f"laid-{model_type}"
-    tiny_models.write_model(own, model_type)
+    tiny_models.write_described(own, model_type)
     found, _ = on_ranks(2, _layouts, own)
     loss, norm, weights = found.pop("shard 2")
     for name, (other_loss, other_norm, others) in found.items():
@@ -159,7 +159,7 @@ def _with_dropout(folder: Path) -> dict[str, tuple[list[float], loops.Arrays, bo
 @one_day_in(3, of=1)
 def test_dropout_of_the_model_is_the_same_when_recomputed_and_resumed(folder):
     own = folder / "dropout"
-    tiny_models.write_model(own, "gpt2", resid_pdrop=0.3, embd_pdrop=0.1, attn_pdrop=0.1)
+    tiny_models.write_described(own, "gpt2", resid_pdrop=0.3, embd_pdrop=0.1, attn_pdrop=0.1)
     found = on_ranks(2, _with_dropout, own)[0]
     (losses, weights, resumes), (kept_losses, kept, kept_resumes) = found.values()
     assert resumes
@@ -212,7 +212,7 @@ def _gradients(folder: Path) -> tuple[float, loops.Arrays] | None:
 @pytest.mark.parametrize("model_type", ["gemma2", "granite", "qwen2_moe"])
 def test_gradients_are_those_of_transformers_on_separate_documents(folder, model_type):
     own = folder / f"gradients-{model_type}"
-    tiny_models.write_model(own, model_type)
+    tiny_models.write_described(own, model_type)
     loss, gradients = next(one for one in on_ranks(2, _gradients, own) if one)
     model = transformers.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).train()
     expected = loss_of_transformers(
@@ -242,7 +242,7 @@ def _with_nf4(folder: Path) -> tuple[list[float], int]:
 @pytest.mark.slow
 def test_a_quantized_base_trains_with_adapters(folder):
     own = folder / "nf4"
-    tiny_models.write_model(own, "gemma2")
+    tiny_models.write_described(own, "gemma2")
     (losses, quantized), _ = on_ranks(2, _with_nf4, own)
     assert losses[-1] < losses[0]
     assert quantized == 2 * 7
@@ -259,7 +259,7 @@ def _sampled(folder: Path) -> list[list[int]]:
 @pytest.mark.parametrize("model_type", ["gemma2", "mamba"])
 def test_greedy_samples_are_those_of_transformers(folder, model_type):
     own = folder / f"sampled-{model_type}"
-    tiny_models.write_model(own, model_type, noise=0.2)
+    tiny_models.write_described(own, model_type, noise=0.2)
     found, _ = on_ranks(2, _sampled, own)
     model = transformers.AutoModelForCausalLM.from_pretrained(own, dtype=torch.float32).eval()
     for length, tokens in zip((3, 5), found, strict=True):

@@ -50,7 +50,7 @@ def _each(folder: Path) -> dict[str, list[Found]]:
 )
 def test_router_losses_and_their_gradients_are_those_of_our_decoder(tmp_path, model_type):
     examine.write_rows(tmp_path)
-    tiny_models.write_model(tmp_path / "model", model_type, noise=0.1)
+    tiny_models.write_described(tmp_path / "model", model_type, noise=0.1)
     [found, _] = on_ranks(2, _each, tmp_path / "model")
     for (told, gradients), *others in found.values():
         for these, of_these in others:
@@ -74,7 +74,7 @@ def _in_parts(folder: Path) -> list[Found]:
 @pytest.mark.exhaustive
 def test_a_loss_of_the_whole_step_is_the_same_in_parts_of_similar_length(tmp_path):
     examine.write_rows(tmp_path)
-    tiny_models.write_model(tmp_path / "model", "jamba", noise=0.1)
+    tiny_models.write_described(tmp_path / "model", "jamba", noise=0.1)
     [((told, gradients), (again, others)), _] = on_ranks(2, _in_parts, tmp_path / "model")
     assert again.pop("routers")["counts"] == told.pop("routers")["counts"]
     assert again == pytest.approx(told, rel=1e-5)

@@ -65,7 +65,7 @@ def _both(folder: Path) -> list[tuple[float, float, loops.Arrays, list[int]]]:
 @one_day_in(3, of=1)
 def test_parts_of_a_micro_batch_give_its_loss_and_gradients_with_less_padding(tmp_path):
     examine.write_rows(tmp_path)
-    tiny_models.write_model(tmp_path / "model", "mamba")
+    tiny_models.write_described(tmp_path / "model", "mamba")
     found = on_ranks(2, _both, tmp_path / "model")
     (loss, evaluated, gradients, one_call), (other, again, others, parts) = found[0]
     assert other == pytest.approx(loss, rel=1e-6)

@@ -10,6 +10,8 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
 
+from penstock.core.files import read_json
+from penstock.models.automodel.family import auto_family
 from penstock.models.automodel.media.inputs import join_media
 from penstock.models.automodel.media.synthetic import Kind, find_maker
 from penstock.models.automodel.media.traits import Document, document, token_ids
@@ -161,6 +163,8 @@ def write_image_model(folder: Path, model_type: str, *, noise: float = 0.02) -> 
     model.save_pretrained(folder)
     load_tokenizer("builtin:bytes").save_pretrained(folder)
     (folder / "preprocessor_config.json").write_text('{"size": {"height": 32}}')
+    # Described once: ranks that begin at once would each take those seconds.
+    auto_family(read_json(folder / "config.json"))
     return model
 
 

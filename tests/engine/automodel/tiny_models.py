@@ -8,7 +8,9 @@ import torch
 import transformers
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from penstock.core.files import read_json
 from penstock.models.automodel.build import language_config
+from penstock.models.automodel.family import auto_family
 from penstock.models.automodel.tiny_config import shrink
 
 MODEL_TYPES = sorted(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
@@ -112,3 +114,9 @@ def write_model(
             parameter.add_(noise * torch.randn_like(parameter))
     model.save_pretrained(folder)
     return model
+
+
+def write_described(folder: Path, model_type: str, **changes: Any) -> None:
+    """The same, described here once: ranks that begin at once would each take those seconds."""
+    write_model(folder, model_type, **changes)
+    auto_family(read_json(folder / "config.json"))

@@ -43,7 +43,7 @@ def begun(job):
     loop = loop_of(job)
     loop._resume()
     knows = bool(loop.built.engine.optimizer.state)
-    return loop.at.step, parameters_of(loop), knows, loop._told_early
+    return loop.at.step, parameters_of(loop), knows, loop._early_warnings
 
 
 def beginnings(first, jobs):

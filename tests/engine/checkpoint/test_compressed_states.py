@@ -104,7 +104,7 @@ def continued(job):
     at, middle = loop.at.step, parameters_of(loop)
     for _ in range(AFTER):
         step(loop)
-    return at, loop._told_early, state["compresses_states"], size, middle, parameters_of(loop)
+    return at, loop._early_warnings, state["compresses_states"], size, middle, parameters_of(loop)
 
 
 def distance(one, other):

@@ -7,13 +7,16 @@ import shutil
 import signal
 import time
 from pathlib import Path
+from unittest.mock import patch
 
 import pytest
 import torch
 
 from penstock.core.errors import ArtifactError, StageError
 from penstock.rows.reader import PackedRows
+from penstock.train import trainer
 from penstock.train.dataloader import Loader, LoaderConfig
+from penstock.train.row_costs import local_micro_batches
 from tests.engine import runs
 from tests.engine.checkpoint.test_resume import train_until
 from tests.engine.loops import loop_of
@@ -222,14 +225,13 @@ def rows_of_steps(job):
     """The rows of every step of a run from its checkpoint on, and the state it ends with."""
     loop = loop_of(job)
     seen = []
-    mine = loop._mine
 
-    def noted(rows):
-        seen.append(rows.tolist())
-        return mine(rows)
+    def noted(built, rows, costs, **sizes):
+        seen.append(rows)
+        return local_micro_batches(built, rows, costs, **sizes)
 
-    loop._mine = noted
-    facts = loop.run()
+    with patch.object(trainer, "local_micro_batches", noted):
+        facts = loop.run()
     return seen, facts
 
 

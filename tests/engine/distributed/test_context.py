@@ -8,6 +8,7 @@ import torch.distributed as dist
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from penstock.engine.distributed.collectives import apply_collective
 from penstock.engine.distributed.context_parallel import ContextParallel
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.parallel_dims import ParallelDims
@@ -316,3 +317,12 @@ def test_a_rank_alone_holds_the_row_and_attends_to_it_as_ever():
         q, k, v, dy = tensors(torch.float32)
         want = dense_with_gradients(q, k, v, dy, [37, 29, 30], SCALE)
         assert max(map(relative_error, got, want)) < TOLERANCE[torch.float32][1]
+
+
+def test_a_second_derivative_of_a_collective_is_refused():
+    x = torch.ones(3, requires_grad=True)
+    y = apply_collective(x, lambda x: 2 * x, lambda grad: 2 * grad)
+    (grad,) = torch.autograd.grad(y.square().sum(), x, create_graph=True)
+    assert grad.tolist() == [8, 8, 8]
+    with pytest.raises(RuntimeError, match="once_differentiable"):
+        grad.sum().backward()

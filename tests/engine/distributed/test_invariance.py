@@ -15,6 +15,7 @@ from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
+from tests.turns import EVERY, todays
 
 # Sums in another order, from fp32; half as much or less is seen.
 LIMITS = Errors(loss=2e-6, norm=1e-5, gradients=1e-5, weights=1e-6)
@@ -35,6 +36,8 @@ CORE = {
 }
 """Every axis at once and each in a pair, adapters that are merged into rows of a shard, and groups
 that a stage does not use, in two starts of the ranks."""
+CHECKED = [*CORE.values()] if EVERY else todays([*CORE.values()], 1)
+"""In these torch compares what the ranks ask of one another, which takes as long again."""
 SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 """Of the layouts that are drawn; a failure shows it, and with this variable in the environment the
 same are drawn again."""
@@ -130,7 +133,7 @@ def test_one_process_computes_what_transformers_does(kind, folder, reference):
 def test_a_layout_computes_and_exports_what_one_process_does(names, folder, reference):
     [world] = {LAYOUTS[name].world for name in names}
     jobs = {name: LAYOUTS[name].job(folder, name) for name in names}
-    how = "checked" if names in CORE.values() else "plain"
+    how = "checked" if names in CHECKED else "plain"
     found = on_ranks(world, each, trace_here, jobs, timeout=300, collectives=how)[0]
     for name, job in jobs.items():
         layout = LAYOUTS[name]

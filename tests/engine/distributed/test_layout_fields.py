@@ -38,10 +38,9 @@ class Traffic(TorchDispatchMode):
         self.seen = []
 
     def __torch_dispatch__(self, function, types, arguments=(), options=None):
-        name = str(function)
-        if name.startswith("c10d."):
+        if function.namespace == "c10d":
             largest = max(tensors(arguments), key=torch.Tensor.numel)
-            self.seen.append((name, str(largest.dtype), largest.numel()))
+            self.seen.append((str(function), str(largest.dtype), largest.numel()))
         return function(*arguments, **(options or {}))
 
 

@@ -91,20 +91,6 @@ def log_probs_after(model: Any, ids: Sequence[int]) -> torch.Tensor:
     return logits.float().log_softmax(-1)
 
 
-@torch.no_grad()
-def greedy(model: Any, prompt: Sequence[int], count: int) -> list[int]:
-    """What transformers writes."""
-    given = model.generate(
-        torch.tensor([list(prompt)]),
-        attention_mask=torch.ones(1, len(prompt), dtype=torch.long),
-        max_new_tokens=count,
-        do_sample=False,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    return given[0, len(prompt) :].tolist()
-
-
 def assert_foretold(
     model: Any, prompt: Sequence[int], found: Mapping[str, Any], atol: float
 ) -> None:

@@ -87,7 +87,6 @@ def likeliest(length, count, foretold=0):
 def run_of(model):
     return ModelInfo(
         model=model,
-        session="sess-1",
         base_model="tiny/byte-llama",
         rank=8,
         last_request=1_700_000_000.0,

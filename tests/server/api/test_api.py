@@ -98,7 +98,6 @@ def test_off_loopback_nothing_is_served_without_keys(tmp_path):
         engine_address="tcp://127.0.0.1:1",
         workers_bind="tcp://127.0.0.1:1",
         workers_address="tcp://127.0.0.1:1",
-        launch="test",
     )
     with pytest.raises(ConfigError, match=r"0\.0\.0\.0, which other machines reach"):
         asyncio.run(serve(job, keys=()))

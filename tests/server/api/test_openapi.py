@@ -15,9 +15,6 @@ from tests.server.api.engine_of_a_table import listening
 
 pytestmark = pytest.mark.slow
 
-schemathesis = pytest.importorskip("schemathesis")
-conformance = pytest.importorskip("schemathesis.specs.openapi.checks")
-
 SECONDS = 20.0
 """In which every request is answered: the future of a poll is none that waits."""
 
@@ -28,8 +25,10 @@ def url():
         yield url
 
 
+# Imported by these alone: every process collects all tests, and this library takes a second.
 @pytest.fixture(scope="module")
 def schema(url):
+    schemathesis = pytest.importorskip("schemathesis")
     return schemathesis.openapi.from_url(f"{url}/openapi.json")
 
 
@@ -48,6 +47,9 @@ def test_every_request_is_answered_as_the_document_says(schema, examples, least)
 
 def sent_as_documented(operation, mode, count):
     """How many requests were sent of it, at most `count`: all were answered as documented."""
+    import schemathesis
+    from schemathesis.specs.openapi import checks
+
     sent = 0
 
     @settings(
@@ -67,9 +69,9 @@ def sent_as_documented(operation, mode, count):
             response,
             checks=[
                 schemathesis.checks.not_a_server_error,
-                conformance.status_code_conformance,
-                conformance.content_type_conformance,
-                conformance.response_schema_conformance,
+                checks.status_code_conformance,
+                checks.content_type_conformance,
+                checks.response_schema_conformance,
             ],
         )
 

@@ -16,7 +16,7 @@ def test_numbers_of_steps_are_those_that_the_model_was_created_with():
         made = []
 
         def told(work):
-            run = {"model": work.model, "session": "m", "base_model": "b", "rank": 4}
+            run = {"model": work.model, "base_model": "b", "rank": 4}
             facts = {"last_request": 0.0, "user_metadata": made[0].user_metadata}
             return results.ModelResult(info=ModelInfo(**run, **facts), served=served(), pending=0)
 

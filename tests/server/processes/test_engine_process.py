@@ -47,7 +47,6 @@ def job_of(folder, workers_address):
         engine_address=engine,
         workers_bind=workers_address,
         workers_address=workers_address,
-        launch="x",
     )
 
 

@@ -230,7 +230,6 @@ def job_of(folder, config):
         engine_address="tcp://127.0.0.1:1",
         workers_bind="tcp://127.0.0.1:2",
         workers_address="tcp://127.0.0.1:2",
-        launch="once",
     )
 
 

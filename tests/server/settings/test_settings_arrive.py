@@ -65,7 +65,6 @@ def job_of(folder, **fields: Any) -> ServerJob:
         engine_address="tcp://127.0.0.1:1",
         workers_bind="tcp://127.0.0.1:2",
         workers_address="tcp://127.0.0.1:2",
-        launch="once",
     )
 
 

@@ -4,7 +4,6 @@ machinery and keeps what it receives."""
 
 import datetime
 import json
-import multiprocessing
 import os
 import threading
 from collections.abc import Iterator
@@ -16,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from penstock.server.protocol.types import Endpoint
-from tests.ranks import PRELOADED
+from tests.ranks import warm_server
 
 SECONDS = 30
 COMMANDS = {
@@ -107,8 +106,7 @@ def _said(pipe: Any) -> tuple[bool, str]:
 @contextmanager
 def receiving(folder: Path, world: int = 1) -> Iterator[Receiver]:
     """A receiver of so many ranks, alive within."""
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(PRELOADED)
+    context = warm_server()
     pipes, processes = [], []
     for rank in range(world):
         ours, theirs = context.Pipe()

@@ -64,7 +64,6 @@ def job_of(folder, **fields):
         engine_address="tcp://127.0.0.1:1",
         workers_bind=address,
         workers_address=address,
-        launch="test",
     )
 
 

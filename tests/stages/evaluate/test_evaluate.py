@@ -183,6 +183,13 @@ def test_held_out_samples_with_images_are_refused(exported, tmp_path):
     )
     with pytest.raises(CapabilityError, match="images"):
         exact_match(exported[0], data, limit=2, seed=0, batch_size=2)
+    # Slices without images do not have the column.
+    first = min((data.path / "data/validation").iterdir())
+    table = pa.ipc.open_file(str(first)).read_all().drop_columns(["images"])
+    with pa.ipc.new_file(str(first), table.schema) as writer:
+        writer.write_table(table)
+    with pytest.raises(CapabilityError, match="images"):
+        exact_match(exported[0], data, limit=2, seed=0, batch_size=2)
 
 
 def test_the_limit_takes_a_seeded_part_of_the_rows(exported, tmp_path):

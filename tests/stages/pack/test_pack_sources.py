@@ -7,7 +7,7 @@ from penstock.cli.packed_sources import packed_sources_table
 from penstock.pack.settings import PackSettings
 from penstock.pack.stage import Pack
 from penstock.prepare.settings import MixSettings
-from penstock.train.report.data import _packed_sources
+from penstock.train.report.sections import _packed_sources
 from tests.stages.prepared import prepare, run, write_lines
 
 SIZES = {"a": 3, "b": 17}

@@ -8,7 +8,7 @@ import pyarrow as pa
 import pytest
 
 from penstock.core.cache.stage import Artifact
-from penstock.core.errors import StageError
+from penstock.core.errors import ConfigError, StageError
 from penstock.core.files import write_json
 from penstock.pack import spread
 from penstock.pack.compare import compare
@@ -130,6 +130,18 @@ def test_every_answer_follows_its_prompt_whether_that_is_shared_or_not(tmp_path,
     assert more["tokens"]["train"] - facts["tokens"]["train"] == saved > 0
     assert (facts["shared_tokens"]["train"], more["shared_tokens"]["train"]) == (saved, 0)
     assert facts["samples"]["train"] == more["samples"]["train"] == 40
+
+
+@pytest.mark.parametrize("kind", ["preference", "kto"])
+def test_samples_with_two_answers_are_not_wrapped(tmp_path, kind):
+    samples = random_pairs(3) if kind == "preference" else [(side([1], [2]), True)] * 3
+    prepared = stored(tmp_path / "p", kind, samples)
+    why = rf"sample_packing_method is wrapped, .* {kind} samples cannot be cut.\n  Write sequential"
+    with pytest.raises(ConfigError, match=why):
+        packed(prepared, tmp_path / "out", sample_packing_method="wrapped")
+    with pytest.raises(ConfigError, match=why):
+        compare(prepared.path, PackSettings(sample_packing_method="wrapped"), 8)
+    assert not [*(tmp_path / "out").rglob("*.arrow")]
 
 
 def test_what_is_left_of_answers_without_a_prompt_is_laid_apart(tmp_path):

@@ -4,16 +4,16 @@ import bz2
 import gzip
 import io
 import itertools
-import json
 import lzma
 import random
 import subprocess
 import sys
-import tarfile
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+
+from tests.stages.tars import tar_of
 
 ROWS = 40
 FILES_PER_KIND = 50
@@ -43,17 +43,6 @@ READ = """if True:
 """
 
 
-def archive():
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w") as tar:
-        for i, record in enumerate(TEXTS):
-            content = json.dumps(record).encode()
-            member = tarfile.TarInfo(f"{i:04d}.json")
-            member.size = len(content)
-            tar.addfile(member, io.BytesIO(content))
-    return out.getvalue()
-
-
 def arrow():
     out = io.BytesIO()
     table = pa.Table.from_pylist(TEXTS)
@@ -69,10 +58,10 @@ def parquet(row_group_size=10):
 
 
 KINDS = {
-    "tar": archive,
-    "tar.gz": lambda: gzip.compress(archive()),
-    "tar.bz2": lambda: bz2.compress(archive()),
-    "tar.xz": lambda: lzma.compress(archive()),
+    "tar": lambda: tar_of(TEXTS),
+    "tar.gz": lambda: gzip.compress(tar_of(TEXTS)),
+    "tar.bz2": lambda: bz2.compress(tar_of(TEXTS)),
+    "tar.xz": lambda: lzma.compress(tar_of(TEXTS)),
     "arrow": arrow,
     "parquet": parquet,
 }

@@ -1,8 +1,6 @@
 """A tar file is read up to its proven end: no damage loses records without an error."""
 
 import gzip
-import io
-import json
 import tarfile
 
 import pytest
@@ -10,20 +8,14 @@ import pytest
 from penstock.core.errors import StageError
 from penstock.prepare.readers.archive import tar_records
 from penstock.prepare.readers.decompress import SourceFile
+from tests.stages.tars import tar_of
 
 ROWS = 6
 BLOCK = tarfile.BLOCKSIZE
 
 
 def shard(rows=ROWS, long_name="", **options):
-    out = io.BytesIO()
-    with tarfile.open(fileobj=out, mode="w", **options) as archive:
-        for i in range(rows):
-            content = json.dumps({"text": f"row {i}"}).encode()
-            member = tarfile.TarInfo(f"{long_name}{i:04d}.json")
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return out.getvalue()
+    return tar_of(({"text": f"row {i}"} for i in range(rows)), long_name, **options)
 
 
 def records(path):

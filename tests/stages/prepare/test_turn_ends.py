@@ -29,7 +29,6 @@ CHAT = [
     said("tool", "t"),
     said("assistant", "b"),
 ]
-WORDS_OF = {"system": "s", "user": "u", "assistant": "ab", "tool": "t"}
 GLM = (
     "{% for m in messages %}{{ '<|header|>' if m.role == 'user' else '<|/header|>' }}"
     "{{ m.content }}{% endfor %}{% if add_generation_prompt %}<|/header|>{% endif %}"

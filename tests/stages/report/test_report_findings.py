@@ -13,7 +13,7 @@ from penstock.train.eval.eval_results import (
 from penstock.train.launch.job import ENVIRONMENT, EVAL_RESULTS
 from penstock.train.report import write_report
 from penstock.train.report.format import layout_text
-from penstock.train.report.warnings import collect_warnings
+from penstock.train.report.read_run import collect_warnings
 from tests.stages.report.report_pages import Page, chart_of, points, report_of, section_of
 from tests.stages.train.told_runs import falling, job_in, record, tell
 

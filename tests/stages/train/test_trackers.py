@@ -15,12 +15,11 @@ from penstock.train.launch.job import METRICS
 from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from penstock.train.metrics.recorder import MetricsRecorder
 from penstock.train.trackers import registry, supervisor, uploader
-from penstock.train.trackers.registry import SPECS, require_trackers, select_trackers
+from penstock.train.trackers.registry import TITLES, require_trackers, select_trackers
 from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
-from penstock.train.trackers.scalars import record_values
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
-from penstock.train.trackers.uploader import RunEnd, upload_run
+from penstock.train.trackers.uploader import RunEnd, record_values, upload_run
 from tests.packages import installed, write_package
 from tests.stages.train.told_runs import falling, job_in, record, tell
 
@@ -191,7 +190,7 @@ def nothing_installed(monkeypatch):
 
 
 @pytest.mark.usefixtures("nothing_installed")
-@pytest.mark.parametrize("name", SPECS)
+@pytest.mark.parametrize("name", TITLES)
 def test_a_tracker_whose_package_is_missing_is_refused_before_any_work(tmp_path, name):
     with pytest.raises(CapabilityError, match=re.escape(f"pip install 'penstock[{name}]'")):
         require_trackers(job_in(tmp_path, train={f"use_{name}": True}).config.train)
@@ -248,6 +247,21 @@ def test_processes_that_fail_or_hang_are_told_once_and_let_go(tmp_path, monkeypa
     assert time.monotonic() - began < 5
     assert [line.split(" stopped")[0] for line in said] == ["one", "two"]
     assert "in time" in said[1]
+
+
+def test_a_tracker_that_is_killed_before_it_says_a_word_is_told_by_its_status(tmp_path):
+    said: list[str] = []
+    alone = TrackerSupervisor(said.append)
+    kill = "import os; os.kill(os.getpid(), 9)"
+    alone.start("it", [*TIMEIT, kill], tmp_path / "log")
+    deadline = time.monotonic() + 30
+    while not said:
+        assert time.monotonic() < deadline
+        alone.poll()
+        time.sleep(0.05)
+    assert said[0].startswith("it stopped: its process ended with status -9")
+    alone.close("stopped")
+    assert len(said) == 1
 
 
 def test_a_tracker_that_hangs_ends_its_process_and_says_so(tmp_path):

@@ -79,10 +79,10 @@ def _own(hidden_C2C: torch.Tensor) -> torch.Tensor:
 
 
 def _cut(x_BLN: torch.Tensor, window: int) -> torch.Tensor:
-    """[B, n, C, ...]. Padding on the right is zeros: no token sees it, and no gradient of its own
-    comes to it."""
+    """[B, n, C, ...]."""
     batch, length, *dims = x_BLN.shape
     chunk = _chunk(window)
+    # Zeros: no token sees the padding, and no gradient of its own comes to it.
     padding = x_BLN.new_zeros(batch, -length % chunk, *dims)
     return torch.cat((x_BLN, padding), dim=1).unflatten(1, (-1, chunk))
 

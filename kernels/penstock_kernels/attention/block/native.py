@@ -69,6 +69,7 @@ def block_backward(
     # Without dropout the RNG state is never read.
     random_state = torch.zeros(2, dtype=torch.uint64, device=q_QNH.device)
     unused = torch.empty(0, device=q_QNH.device)
+    # dy of a sum is expanded, and the kernel refuses features that are not next to each other.
     return torch.ops.aten._flash_attention_backward(
         dy_QNH.contiguous(),
         q_QNH,
@@ -90,12 +91,10 @@ def block_backward(
 def _limits(
     sees: Sees, window: int | None
 ) -> tuple[torch.Tensor, torch.Tensor, int, int, bool, int, int]:
-    """cu_seqlens and max lengths of queries and keys, causal flag, and window to left and right.
-
-    Windows are counted from the diagonal that ends at the last query and the last key; -1 is all.
-    """
+    """cu_seqlens and max lengths of queries and keys, causal flag, and window to left and right."""
     if isinstance(sees, Rectangle):
         bounds = sees.cu_queries, sees.cu_keys, sees.num_queries, sees.num_keys
+        # From the diagonal that ends at the last query and the last key; -1 is all.
         window_left = -1 if sees.reach is None else sees.num_keys - sees.num_queries + sees.reach
         return *bounds, False, window_left, -1
     bounds = sees.cu_seqlens, sees.cu_seqlens, sees.max_length, sees.max_length

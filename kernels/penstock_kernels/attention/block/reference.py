@@ -67,6 +67,7 @@ def block_backward(
         delta_NQ1 = (dy * y).sum(-1).t().unsqueeze(-1)
         dweights_NQS = torch.einsum("qnh,snh->nqs", dy, v_SNH)
         dscores_NQS = weights_NQS * (dweights_NQS - delta_NQ1) * scale
+        # The cap's own derivative, 1 - tanh(score / cap)^2.
         if soft_cap is not None:
             dscores_NQS *= 1 - (capped_NQS / soft_cap).square()
         dq_QNH[queries] = torch.einsum("nqs,snh->qnh", dscores_NQS, k_SNH).to(dq_QNH.dtype)

@@ -107,9 +107,7 @@ def block_backward(
 
 
 def _computable(x: torch.Tensor) -> torch.Tensor:
-    """fp32 on CPUs without bf16 matmul units, where the 16-bit kernels are slower than the fp32
-    one.
-    """
+    # CPUs without bf16 matmul units, where the 16-bit kernels are slower than the fp32 one.
     return x.float() if not x.is_cuda and x.dtype in (torch.bfloat16, torch.float16) else x
 
 

@@ -2,7 +2,8 @@
 
 Consecutive pages lie side by side in memory, so that their keys are a view; gathering them would
 copy all keys of a step in every layer. Runs that several sequences share, as completions of one
-prompt do, are read once for the queries of all of them.
+prompt do, are read once for the queries of all of them. Short runs are gathered after all, because
+a call costs more than their copy.
 
 R pairs of a run and a sequence, B sequences, C keys of a run, G query heads of each key head.
 """
@@ -26,13 +27,29 @@ class _Run(NamedTuple):
     sequences: tuple[int, ...]
 
 
+class _Gathered(NamedTuple):
+    """Short runs of one sequence each."""
+
+    sequences: torch.Tensor
+    """int64 [R]."""
+    slots: torch.Tensor
+    """int64 [R, C], padded with a slot of the run."""
+    is_padding: torch.Tensor
+    """bool [R, C]."""
+
+
 class _Runs(NamedTuple):
     runs: Sequence[_Run]
     queries: Sequence[torch.Tensor | int]
     """The rows of each run's queries: int64, or the only one."""
+    gathered: _Gathered | None
     sequence_R: torch.Tensor | None  # noqa: N815 - R names the dimension
-    """int64: the sequence of each pair, in the order of the runs; None if each has one run, and
-    these are in the order of the sequences."""
+    """int64: the sequence of each pair, in the order of the runs, and then of those gathered; None
+    if each has one run, and these are in the order of the sequences."""
+
+
+COPY_BYTES = 1 << 17
+"""Keys and values of a run whose copy takes about as long as a call of PyTorch's kernel."""
 
 
 def unsupported_reason(
@@ -72,11 +89,14 @@ def paged_attention(
         return _chunks(q_TNH, k_PSKH, v_PSKH, sequences, scale, window, sinks_N)
     q_BKGH = q_TNH.unflatten(1, (k_PSKH.shape[2], -1))
     k_TKH, v_TKH = k_PSKH.flatten(0, 1), v_PSKH.flatten(0, 1)
-    runs, queries, sequence_R = _runs(sequences, window)
+    token_bytes = 2 * k_TKH[0].numel() * k_TKH.itemsize
+    runs, queries, gathered, sequence_R = _runs(sequences, window, COPY_BYTES // token_bytes)
     parts = [
         _of_run(q_BKGH, rows, k_TKH, v_TKH, run, scale)
         for run, rows in zip(runs, queries, strict=True)
     ]
+    if gathered:
+        parts.append(_of_gathered(q_BKGH, gathered, k_TKH, v_TKH, scale))
     y_RNH, lse_RN = (torch.cat(part) for part in zip(*parts, strict=True))
     if sequence_R is not None:
         y_RNH, lse_RN = _merge(y_RNH, lse_RN, sequence_R, len(q_TNH))
@@ -111,6 +131,27 @@ def _of_run(
     return y_rNH, lse_1KQ[0].unflatten(1, (count, -1)).transpose(0, 1).flatten(1)
 
 
+def _of_gathered(
+    q_BKGH: torch.Tensor,
+    gathered: _Gathered,
+    k_TKH: torch.Tensor,
+    v_TKH: torch.Tensor,
+    scale: float,
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Outputs [R, N, H] and log-sum-exps [R, N] of short runs."""
+    slots, shape = gathered.slots.flatten(), gathered.slots.shape
+    q_RKGH = q_BKGH[gathered.sequences]
+    k_RKCH, v_RKCH = (
+        x_TKH.index_select(0, slots).unflatten(0, shape).transpose(1, 2) for x_TKH in (k_TKH, v_TKH)
+    )
+    bias_RC = q_RKGH.new_zeros(shape).masked_fill_(gathered.is_padding, -torch.inf)
+    bias = bias_RC[:, None, None, :].expand(-1, *q_RKGH.shape[1:3], -1)
+    y_RKGH, lse_RKG = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+        q_RKGH, k_RKCH, v_RKCH, 0.0, False, attn_mask=bias, scale=scale
+    )
+    return y_RKGH.flatten(1, 2), lse_RKG.flatten(1)
+
+
 def _merge(
     y_RNH: torch.Tensor, lse_RN: torch.Tensor, sequence_R: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -125,22 +166,38 @@ def _merge(
     return (y_BNH / sum_BN.unsqueeze(-1)).to(y_RNH.dtype), sum_BN.log_().add_(most_BN)
 
 
-def _runs(sequences: PagedSequences, window: int | None) -> _Runs:
-    key = "runs", window
+def _runs(sequences: PagedSequences, window: int | None, short: int) -> _Runs:
+    key = "runs", window, short
     if key not in sequences.memo:
         members: dict[tuple[int, int], list[int]] = {}
         for number in range(len(sequences.tables)):
             for run in _of_sequence(sequences, number, window):
                 members.setdefault(run, []).append(number)
         runs = [_Run(*run, tuple(numbers)) for run, numbers in members.items()]
-        order = [number for run in runs for number in run.sequences]
+        copied = [run for run in runs if run.length <= short and len(run.sequences) == 1]
+        if len(copied) > 1:
+            runs = [run for run in runs if run not in copied]
+        else:
+            copied = []
+        order = [number for run in (*runs, *copied) for number in run.sequences]
         queries = [
             run.sequences[0] if len(run.sequences) == 1 else torch.tensor(run.sequences)
             for run in runs
         ]
+        gathered = _gather(copied) if copied else None
         in_order = order == list(range(len(sequences.tables)))
-        sequences.memo[key] = _Runs(runs, queries, None if in_order else torch.tensor(order))
+        sequence_R = None if in_order else torch.tensor(order)
+        sequences.memo[key] = _Runs(runs, queries, gathered, sequence_R)
     return sequences.memo[key]
+
+
+def _gather(runs: Sequence[_Run]) -> _Gathered:
+    length_R1 = torch.tensor([[run.length] for run in runs])
+    within_C = torch.arange(int(length_R1.max()))
+    first_R1 = torch.tensor([[run.first_slot] for run in runs])
+    slots_RC = first_R1 + torch.minimum(within_C, length_R1 - 1)
+    numbers = torch.tensor([run.sequences[0] for run in runs])
+    return _Gathered(numbers, slots_RC, within_C >= length_R1)
 
 
 def _of_sequence(

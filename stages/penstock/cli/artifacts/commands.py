@@ -39,10 +39,15 @@ def list_artifacts(console: Console, root: Roots = None) -> dict[str, Any]:
 
 def show_artifact(console: Console, key: Key, root: Roots = None) -> dict[str, Any]:
     """Print a result's manifest: identity, inputs, files and facts."""
+    import yaml
+
     entry = _find_entry(key, root)
     if entry.manifest is None:
         raise ArtifactError(f"{entry.where} is incomplete and has no manifest yet.")
-    console.result(_format_manifest(entry))
+    shown = {name: value for name, value in entry.manifest.items() if name != "files"}
+    shown["files"] = len(entry.manifest["files"])
+    text = yaml.safe_dump(shown, sort_keys=False, allow_unicode=True)
+    console.result(text.rstrip())
     return {"manifest": entry.manifest}
 
 
@@ -95,10 +100,10 @@ def prune_artifacts(
 
     age = parse_age(older_than)
     entries = _add_releases(list(find_entries(root)))
-    doomed = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
+    chosen = choose_prunable(entries, keep_last, age, "chains" if unreferenced else "leaves")
     folders = [Path(folder) for folder in root or ["."] if not is_url(folder)]
     caches = [cache for folder in folders for cache in find_caches(folder, SEARCH_DEPTH)]
-    return prune(entries, doomed, sorted(caches), age, console, dry_run=dry_run)
+    return prune(entries, chosen, sorted(caches), age, console, dry_run=dry_run)
 
 
 def find_entries(roots: list[str] | None) -> "Iterator[Entry]":
@@ -124,8 +129,8 @@ def _add_releases(entries: "list[Entry]") -> "list[Entry]":
         if isinstance(entry, LocalEntry)
         for manifest_file in entry.root.glob(f"{RELEASES}/*/*/{MANIFEST}")
     }
-    more = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
-    return [*entries, *(entry for entry in more if entry.where not in locations)]
+    releases = [LocalEntry(read_manifest(folder), folder) for folder in sorted(folders)]
+    return [*entries, *(entry for entry in releases if entry.where not in locations)]
 
 
 def _find_entry(key: str, roots: list[str] | None) -> "Entry":
@@ -164,15 +169,6 @@ def _entry_as_json(entry: "Entry") -> dict[str, Any]:
         "created": created or None,
         "path": location,
     }
-
-
-def _format_manifest(entry: "Entry") -> str:
-    import yaml
-
-    assert entry.manifest
-    shown = {k: v for k, v in entry.manifest.items() if k != "files"}
-    shown["files"] = len(entry.manifest["files"])
-    return yaml.safe_dump(shown, sort_keys=False, allow_unicode=True).rstrip()
 
 
 commands = typer.Typer(

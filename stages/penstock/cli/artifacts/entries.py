@@ -113,12 +113,10 @@ class LocalEntry(Entry):
 
     @property
     def where(self) -> str:
-        """Its folder."""
         return str(self.path)
 
     @property
     def num_bytes(self) -> int:
-        """Total size in bytes."""
         total = 0
         for path in regular_files(self.path):
             with suppress(FileNotFoundError):  # A run may be replacing files.
@@ -132,16 +130,13 @@ class LocalEntry(Entry):
 
     @property
     def folder(self) -> Path:
-        """Its folder."""
         return self.path
 
     def attempt(self) -> dict[str, Any]:
-        """The record of an incomplete result: its stage, key and inputs."""
         assert self.unfinished, "a result has a manifest or this"
         return self.unfinished
 
     def faults(self) -> list[str]:
-        """A line for each difference from the manifest; empty if there is none."""
         if self.manifest is None:
             return [f"{self.path}: no manifest"]
         return damaged_files(self.path, self.manifest["files"], "always")
@@ -161,12 +156,10 @@ class RemoteEntry(Entry):
 
     @property
     def where(self) -> str:
-        """Its URL."""
         return self.path.redacted_url
 
     @property
     def num_bytes(self) -> int:
-        """Total size in bytes."""
         return sum(self.sizes.values())
 
     @property
@@ -187,7 +180,6 @@ class RemoteEntry(Entry):
         return local_cache_dir(root) / stage / key
 
     def attempt(self) -> dict[str, Any]:
-        """The record of an incomplete result: its stage, key and inputs."""
         attempt = RemoteArtifact(self.path.url, local_cache_dir(self.path.url)).attempt()
         assert attempt, "a result has a manifest or this"
         return attempt
@@ -233,6 +225,7 @@ def local_entries(root: Path, depth: int) -> Iterator[Entry]:
 def remote_entries(url: str) -> Iterator[Entry]:
     """Every result below a URL, sorted by name, from one listing."""
     root = RemotePath.from_url(url)
+    # A listing has many files per request; asking for each one would be a request per file.
     sizes = {name: int(info["size"] or 0) for name, info in root.files().items()}
     marked = {posixpath.dirname(n) for n in sizes if posixpath.basename(n) in (MANIFEST, ATTEMPT)}
     for folder in sorted(marked):

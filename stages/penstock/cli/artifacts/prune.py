@@ -48,39 +48,40 @@ def parse_age(text: str) -> float:
 
 def prune(
     entries: list[Entry],
-    doomed: list[Entry],
+    chosen: list[Entry],
     caches: list[Path],
     older_than: float,
     console: Console,
     *,
     dry_run: bool,
 ) -> dict[str, Any]:
-    """Delete the results `doomed` that are not in use by now, and then unused files older than
+    """Delete the results `chosen` that are not in use by now, and then unused files older than
     `older_than` seconds in `caches`, the folders of slices and features; with `dry_run` only print
     them.
     """
     verb = "would delete" if dry_run else "deleted"
-    gone: list[Entry] = []
+    pruned: list[Entry] = []
     freed = 0
     cached = {SLICES: 0, FEATURES: 0}
     for folder in {entry.folder.parent for entry in entries if not dry_run}:
         finish_deletions(folder)
-    for entry in doomed:
+    for entry in chosen:
         size = entry.num_bytes
         if dry_run or _delete_if_unused(entry):
-            gone.append(entry)
+            pruned.append(entry)
             freed += size
             console.result(f"{verb} {entry.where}")
-    remaining = [entry for entry in entries if entry not in gone]
+    remaining = [entry for entry in entries if entry not in pruned]
     for cache in caches:
         root = cache.parent
+        # A dry run takes no lock, for which it would need to write.
         looking = nullcontext(partial(pinned_keys, root)) if dry_run else block_new_pins(root)
         with looking as marked:
             if marked():  # a run whose data is not complete yet may be about to read them
                 console.say(f"{cache} is skipped: a run is using it")
                 continue
             find = _unused_slices if cache.name == SLICES else _unused_features
-            for files in find(cache, remaining, gone if dry_run else [], older_than):
+            for files in find(cache, remaining, pruned if dry_run else [], older_than):
                 cached[cache.name] += 1
                 freed += sum(file.stat().st_size for file in files)
                 for file in () if dry_run else files:
@@ -89,8 +90,8 @@ def prune(
         console.result(f"{verb} {cached[SLICES]} cached slices")
     if cached[FEATURES]:
         console.result(f"{verb} {cached[FEATURES]} files of image features")
-    console.result(f"{len(gone)} results, {cached[SLICES]} slices, {freed / 1e6:.1f} MB")
-    return {"pruned": [entry.where for entry in gone], **cached, "bytes": freed}
+    console.result(f"{len(pruned)} results, {cached[SLICES]} slices, {freed / 1e6:.1f} MB")
+    return {"pruned": [entry.where for entry in pruned], **cached, "bytes": freed}
 
 
 def choose_prunable(
@@ -220,6 +221,7 @@ def _unused_features(
         for entry in remaining
         if isinstance(entry, LocalEntry) and entry.stage in ("encode", "pack")
         for file in (entry.path / MEDIA).glob("*.arrow")
+        # A hard link is counted by `prunable`; a copy, made across file systems, is not.
         if file.stat().st_nlink == 1
     }
     paths = [entry.path for entry in going if isinstance(entry, LocalEntry)]

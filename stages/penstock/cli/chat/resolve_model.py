@@ -62,8 +62,10 @@ def resolve_target(
             f"{typed} is an adapter already ({target.adapter}), and only one adapter can be loaded "
             "on a model.\n  Leave --adapter out, or name the base model."
         )
-    laid = _local_folder(adapter)
-    return Target(target.model, laid, f"{target.description} with the adapter {laid}")
+    adapter_folder = _local_folder(adapter)
+    return Target(
+        target.model, adapter_folder, f"{target.description} with the adapter {adapter_folder}"
+    )
 
 
 def load_target(
@@ -74,6 +76,7 @@ def load_target(
     from penstock.evaluate.chat_model import load_chat_model
 
     model, adapter = target.model, target.adapter
+    # Beside an adapter, it has the chat template that the adapter was trained with.
     tokenizer = adapter if adapter and (adapter / "tokenizer_config.json").is_file() else model
     try:
         run = _build_config(model, adapter)

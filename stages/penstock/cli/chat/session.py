@@ -3,13 +3,14 @@
 import json
 import signal
 import sys
-from collections.abc import Generator, Sequence
+import threading
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import FrameType
 from typing import TYPE_CHECKING, Any
 
+from penstock.cli.chat.options import ChatOptions
 from penstock.cli.chat.resolve_model import load_target, resolve_target
 from penstock.cli.console import Console
 from penstock.config.loading.cli_overrides import Override
@@ -18,7 +19,6 @@ from penstock.core.os_errors import describe_os_error
 from penstock.core.process.scratch_dir import scratch_folder
 
 if TYPE_CHECKING:
-    from penstock.engine.generation.sampling import SamplingParams
     from penstock.evaluate.chat_model import ChatModel, Reply
 
 HELP = """\
@@ -27,38 +27,6 @@ HELP = """\
 /save FILE     append the conversation to a .jsonl file that data of type chat reads
 /help          show this
 /quit          leave, as Ctrl-D does; Ctrl-C stops an answer"""
-
-
-@dataclass(frozen=True)
-class ChatOptions:
-    """The options of the command line."""
-
-    target: str
-    adapter: str | None = None
-    compare: str | None = None
-    system: str | None = None
-    prompts: tuple[str, ...] = ()
-    temperature: float = 0.7
-    top_p: float = 1.0
-    top_k: int | None = None
-    seed: int | None = None
-    max_new_tokens: int = 512
-
-    def sampling(self, ends: tuple[int, ...], turn: int) -> "SamplingParams":
-        """Sampling parameters of this turn. Raises ConfigError for invalid values."""
-        from penstock.engine.generation.sampling import NO_TOP_K, SamplingParams
-
-        if self.max_new_tokens < 1:
-            raise ConfigError(f"--max-new-tokens is {self.max_new_tokens}. Write 1 or more.")
-        return SamplingParams(
-            max_tokens=self.max_new_tokens,
-            temperature=self.temperature,
-            top_k=NO_TOP_K if self.top_k is None else self.top_k,
-            top_p=self.top_p,
-            # With one seed for all turns each answer would be drawn with the same numbers.
-            seed=None if self.seed is None else self.seed + turn,
-            stop_tokens=ends,
-        )
 
 
 @dataclass
@@ -98,10 +66,10 @@ class ChatSession:
         question = {"role": "user", "content": text}
         sampling = self.options.sampling(conversation.model.ends, self.turn)
         prefix = f"{conversation.label}: " if len(self.conversations) > 1 else ""
-        with _catch_interrupt() as stop:
+        with _catch_interrupt() as check_stop:
             self._write(prefix)
             reply = conversation.model.reply(
-                [*conversation.messages, question], sampling, self._write, stop.check
+                [*conversation.messages, question], sampling, self._write, check_stop
             )
         self._write("\n")
         if reply.ended == "length":
@@ -193,13 +161,14 @@ def chat(options: ChatOptions, overrides: Sequence[Override], console: Console) 
             session.warn_without_template()
             return _run_session(session)
         finally:
+            # torch warns at exit of an NCCL group that was not destroyed.
             destroy_process_group()
 
 
 def _run_session(session: ChatSession) -> dict[str, Any]:
     options = session.options
-    if options.prompts or not sys.stdin.isatty() or session.console.as_json:
-        prompts = options.prompts or (line.strip() for line in sys.stdin if line.strip())
+    if options.prompt or not sys.stdin.isatty() or session.console.as_json:
+        prompts = options.prompt or (line.strip() for line in sys.stdin if line.strip())
         answers = [(prompt, session.ask(prompt)) for prompt in prompts]
         return {
             "answers": [_answer_as_json(session, prompt, replies) for prompt, replies in answers]
@@ -240,28 +209,20 @@ def _answer_as_json(
     return result
 
 
-class _InterruptFlag:
-    """Whether Ctrl-C was pressed while an answer is generated."""
+@contextmanager
+def _catch_interrupt() -> Generator[Callable[[], None]]:
+    """While the block runs, Ctrl-C ends the answer, not the process: the function that is yielded
+    then raises StoppedError."""
+    from penstock.evaluate.chat_model import StoppedError
 
-    is_set = False
+    interrupted = threading.Event()
 
-    def set(self, _signum: int, _frame: FrameType | None) -> None:
-        self.is_set = True
-
-    def check(self) -> None:
-        """Raise StoppedError if so."""
-        from penstock.evaluate.chat_model import StoppedError
-
-        if self.is_set:
+    def check() -> None:
+        if interrupted.is_set():
             raise StoppedError
 
-
-@contextmanager
-def _catch_interrupt() -> Generator[_InterruptFlag]:
-    """While the block runs, Ctrl-C ends the answer after the current token, not the process."""
-    stop = _InterruptFlag()
-    before = signal.signal(signal.SIGINT, stop.set)
+    before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
-        yield stop
+        yield check
     finally:
         signal.signal(signal.SIGINT, before)

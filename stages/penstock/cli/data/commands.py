@@ -1,5 +1,6 @@
 """`penstock data show|stats CONFIG`: prints the output of the prepare stage."""
 
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -14,25 +15,31 @@ NoUpstream = Annotated[
         "--no-upstream", help="Fail if the data is not prepared yet, instead of preparing it."
     ),
 ]
-Split = Literal["train", "validation"]
+
+
+@dataclass(frozen=True)
+class SampleSelection:
+    """Which samples to show."""
+
+    number: Annotated[int, typer.Option("--n", min=1, help="Number of samples.")] = 3
+    split: Annotated[Literal["train", "validation"], typer.Option(help="Which split.")] = "train"
+    source: Annotated[
+        str | None,
+        typer.Option(help="Only samples of this source: its name, or as data.datasets.0."),
+    ] = None
+    seed: Annotated[
+        int | None, typer.Option(help="Random seed of the selection. Default: train.seed.")
+    ] = None
+    index: Annotated[
+        list[int],
+        typer.Option(help="Show the sample with this index, from 0. Repeatable."),
+    ] = field(default_factory=list[int])
 
 
 def show(
     console: Console,
     config: Config,
-    number: Annotated[int, typer.Option("--n", min=1, help="Number of samples.")] = 3,
-    split: Annotated[Split, typer.Option(help="Which split.")] = "train",
-    source: Annotated[
-        str | None,
-        typer.Option(help="Only samples of this source: its name, or as data.datasets.0."),
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(help="Random seed of the selection. Default: train.seed.")
-    ] = None,
-    index: Annotated[
-        list[int],
-        typer.Option(help="Show the sample with this index, from 0. Repeatable."),
-    ] = [],  # noqa: B006 - typer reads it and never writes it
+    selection: SampleSelection,
     html: Annotated[
         Path | None,
         typer.Option(help="Write a page with the samples and their images, instead of printing."),
@@ -41,10 +48,9 @@ def show(
 ) -> dict[str, Any]:
     """Print samples as the model sees them, trained tokens marked."""
     from penstock.cli.data.load_prepared import prepared_data
-    from penstock.cli.data.show import SampleSelection, show_samples
+    from penstock.cli.data.show import show_samples
 
     prepared = prepared_data(run_request(config), console, upstream=not no_upstream)
-    selection = SampleSelection(split, number, source, seed, tuple(index))
     return show_samples(prepared, selection, console, html)
 
 

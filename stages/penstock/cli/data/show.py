@@ -3,15 +3,17 @@
 import difflib
 import sys
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
+from itertools import accumulate, groupby
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 from rich.console import Console as Terminal
 from rich.text import Text
 
 from penstock.cli.console import Console
+from penstock.cli.data.commands import SampleSelection
 from penstock.cli.data.load_prepared import Prepared
 from penstock.cli.data.page import write_page
 from penstock.cli.data.sample_view import (
@@ -51,17 +53,6 @@ LEGEND = {"green": "trained", "dim": "not trained", "bold": "special tokens"}
 
 MARKS = ("[[", "]]")
 """Marks around trained tokens on a terminal without colors."""
-
-
-@dataclass(frozen=True)
-class SampleSelection:
-    """Which samples to show."""
-
-    split: Literal["train", "validation"]
-    number: int
-    source: str | None
-    seed: int | None
-    indices: tuple[int, ...]
 
 
 def show_samples(
@@ -113,26 +104,26 @@ def _select_samples(
             "  Write data.val_set_size or data.test_datasets to have validation data."
         )
     candidates = _samples_from_source(selection, origins, run)
-    if not selection.indices:
+    if not selection.index:
         random = np.random.default_rng(seed)
         size = min(selection.number, len(candidates))
         drawn = random.choice(len(candidates), size, replace=False, shuffle=False)
         return sorted(candidates[drawn].tolist())
     if selection.seed is not None:
         raise ConfigError("--index names samples and --seed draws them.\n  Leave one of them out.")
-    for index in selection.indices:
+    for index in selection.index:
         if not 0 <= index < total:
             raise ConfigError(
                 f"--index {index}: the {selection.split} split has {total} samples, "
                 f"from 0 to {total - 1}."
             )
         if index not in candidates:
-            of = origins.sources[origins.source_indices[index]]
+            source = origins.sources[origins.source_indices[index]]
             raise ConfigError(
-                f"--index {index} is a sample of {of.label} ({of.section}), not of "
+                f"--index {index} is a sample of {source.label} ({source.section}), not of "
                 f"{selection.source}."
             )
-    return list(selection.indices)
+    return selection.index
 
 
 def _samples_from_source(
@@ -235,13 +226,11 @@ def _build_part(name: str, side: tuple[Tokens, Tokens], start: int, decoder: Dec
 
 
 def _spans(ids: list[int], trained: np.ndarray, decoder: Decoder) -> Iterator[Span]:
-    if not ids:
-        return
-    looks = list(zip(trained.tolist(), map(decoder.is_special, ids), strict=True))
-    ends = [index for index in range(1, len(ids)) if looks[index] != looks[index - 1]] + [len(ids)]
+    styles = list(zip(trained.tolist(), map(decoder.is_special, ids), strict=True))
+    ends = list(accumulate(len(list(run)) for _, run in groupby(styles)))
     start = 0
     for end, text in zip(ends, decoder.pieces(ids, ends), strict=True):
-        yield Span(*looks[start], text, ids[start:end])
+        yield Span(*styles[start], text, ids[start:end])
         start = end
 
 

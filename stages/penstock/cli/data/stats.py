@@ -1,6 +1,6 @@
 """`penstock data stats`: statistics of the prepared data, with histograms."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -39,7 +39,7 @@ def show_statistics(prepared: Prepared, console: Console) -> dict[str, Any]:
         "\n".join(
             _format_labels(split, figures)
             for split, figures in statistics["splits"].items()
-            if _has_labels(figures)
+            if figures["samples"] and "desirable" in figures
         ),
         *(
             _format_histogram(split, figures)
@@ -100,10 +100,6 @@ def _row(split: str, name: str, figures: Mapping[str, Any]) -> tuple[str, ...]:
         f"{figures['trained_share']:.1%}",
     )
     return (split, name, *counts, *(f"{lengths[n]:,}" for n in LENGTHS), f"{lengths['mean']:,.0f}")
-
-
-def _has_labels(figures: Mapping[str, Any]) -> bool:
-    return "desirable" in figures and figures["samples"] > 0
 
 
 def _format_labels(split: str, figures: Mapping[str, Any]) -> str:
@@ -172,13 +168,10 @@ def _format_dropped(statistics: Mapping[str, Any]) -> str:
         lines.append(f"  {reason}: {count:,}")
         lines += [
             f"    {_format_dropped_sample(sample)}"
-            for sample in _with_reason(statistics["dropped_samples"], reason)
+            for sample in statistics["dropped_samples"]
+            if sample["reason"] == reason
         ]
     return "\n".join(lines)
-
-
-def _with_reason(examples: Sequence[Mapping[str, Any]], reason: str) -> list[Mapping[str, Any]]:
-    return [example for example in examples if example["reason"] == reason]
 
 
 def _add_location(example: Mapping[str, Any], locate: Locate) -> dict[str, Any]:

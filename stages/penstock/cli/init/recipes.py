@@ -33,6 +33,7 @@ def recipes() -> dict[str, Traversable]:
     by_name = {
         f"{prefix}{file.name.removesuffix('.yaml')}": file
         for folder, prefix in (("examples", ""), ("recipes", ""), ("servers", SERVER_PREFIX))
+        # Files of a package in a zip archive have no order of their own.
         for file in sorted((package / folder).iterdir(), key=lambda e: e.name)
         if file.name.endswith(".yaml")
     }
@@ -91,8 +92,8 @@ def write_config(
         ) from None
     except OSError as error:
         raise StageError(f"{target} cannot be written: {describe_os_error(error)}.") from error
-    then = f"serve {target}" if serves else f"check {target} and penstock run {target}"
-    console.say(f"next: read {target} and edit it, then penstock {then}")
+    command = f"serve {target}" if serves else f"check {target} and penstock run {target}"
+    console.say(f"next: read {target} and edit it, then penstock {command}")
     console.result(str(target))
     return {"file": str(target), "schema": str(editors)}
 

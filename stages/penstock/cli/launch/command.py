@@ -1,12 +1,13 @@
 """`penstock launch`: trains here, or prints the command or file that starts the run elsewhere."""
 
-from dataclasses import dataclass, replace
+import shlex
+from dataclasses import replace
 from typing import Any, Literal, get_args
 
 from penstock.cli.console import Console
-from penstock.cli.launch.kubernetes import Cluster, kubernetes_job
+from penstock.cli.launch.kubernetes import kubernetes_job
+from penstock.cli.launch.options import LaunchTarget
 from penstock.cli.launch.slurm import slurm_script
-from penstock.cli.launch.torchrun import torchrun_lines
 from penstock.cli.run import Request
 from penstock.config.loading.cli_overrides import Override
 from penstock.config.schema.run import RunConfig
@@ -14,27 +15,14 @@ from penstock.core import env
 from penstock.core.errors import ConfigError
 from penstock.core.process.rendezvous_endpoint import PORT
 from penstock.estimate.machine import check_layout
+from penstock.train.launch.torchrun import build_environment, torchrun_arguments_by_hand
 
 Launcher = Literal["torchrun", "slurm", "kubernetes"]
-EndpointSource = Literal["written", "unknown"]
-"""Whether the config has the rendezvous endpoint."""
 LAUNCHERS: tuple[Launcher, ...] = get_args(Launcher)
 
 
-@dataclass(frozen=True)
-class LaunchTarget:
-    """The options that describe the machines of the run."""
-
-    gpus: int | None = None
-    """GPUs per machine; None: one per process."""
-    cpus: int | None = None
-    """CPUs per machine; None: all."""
-    cluster: Cluster | None = None
-    """Kubernetes settings; None if they are not given."""
-
-
 def print_launch(
-    request: Request, launcher: str | None, elsewhere: LaunchTarget, console: Console
+    request: Request, launcher: str | None, target: LaunchTarget, console: Console
 ) -> dict[str, Any]:
     """Print the launch text for `launcher`, or for all launchers with titles; returns them.
 
@@ -44,15 +32,15 @@ def print_launch(
         raise ConfigError(
             f"{launcher} is no way to launch.\n  Write one of {', '.join(LAUNCHERS)}."
         )
-    run, endpoint = _load(request)
-    if run.launch.nproc_per_node == "auto" and elsewhere.gpus is not None:
-        run = _with_ranks(run, max(1, elsewhere.gpus))
+    run, has_endpoint = _load(request)
+    if run.launch.nproc_per_node == "auto" and target.gpus is not None:
+        run = _with_ranks(run, max(1, target.gpus))
     if run.launch.nproc_per_node != "auto":
         check_layout(run)
     texts: dict[str, str] = {}
     for name in [launcher] if launcher else LAUNCHERS:
         try:
-            texts[name] = _launch_text(name, run, request, elsewhere, endpoint)
+            texts[name] = _launch_text(name, run, request, target, has_endpoint)
         except ConfigError as error:
             if launcher:
                 raise
@@ -62,41 +50,62 @@ def print_launch(
     return {"launch": texts}
 
 
-def _load(request: Request) -> tuple[RunConfig, EndpointSource]:
+def _load(request: Request) -> tuple[RunConfig, bool]:
+    """The run, and whether its config has the rendezvous endpoint."""
     try:
-        return request.load(), "written"
+        return request.load(), True
     except ConfigError:
         # A scheduler assigns the machines, so the rendezvous endpoint need not be set for it.
         endpoint = Override("launch.rdzv_endpoint", f"first:{PORT}")
-        return replace(request, overrides=(*request.overrides, endpoint)).load(), "unknown"
+        return replace(request, overrides=(*request.overrides, endpoint)).load(), False
 
 
 def _launch_text(
     launcher: str,
     run: RunConfig,
     request: Request,
-    elsewhere: LaunchTarget,
-    endpoint: EndpointSource,
+    target: LaunchTarget,
+    has_endpoint: bool,
 ) -> str:
     if launcher == "torchrun":
-        if endpoint == "unknown":
+        if not has_endpoint:
             request.load()  # raises what is missing
         check_layout(run)
-        return torchrun_lines(run, request)
+        return _torchrun_lines(run, request)
     nproc = run.launch.nproc_per_node
     if launcher == "slurm":
         # The machine that prints the script need not be like those that run it.
-        gpus = elsewhere.gpus if elsewhere.gpus is not None or nproc == "auto" else nproc
-        return slurm_script(run, request, ranks=nproc, gpus=gpus, cpus=elsewhere.cpus)
+        gpus = target.gpus if target.gpus is not None or nproc == "auto" else nproc
+        return slurm_script(run, request, ranks=nproc, gpus=gpus, cpus=target.cpus)
     ranks = _ranks_per_node(run)
     check_layout(_with_ranks(run, ranks))
-    gpus = ranks if elsewhere.gpus is None else elsewhere.gpus
-    if elsewhere.cluster is None:
+    gpus = ranks if target.gpus is None else target.gpus
+    if not target.image:
         raise ConfigError(
             "A Kubernetes job needs the image that its containers are made of.\n"
             "  Add --image REGISTRY/NAME:TAG, of an image in which Penstock is installed."
         )
-    return kubernetes_job(run, elsewhere.cluster, ranks=ranks, gpus=gpus, cpus=elsewhere.cpus)
+    return kubernetes_job(run, target, ranks=ranks, gpus=gpus)
+
+
+def _torchrun_lines(run: RunConfig, request: Request) -> str:
+    """One command per machine. Each machine needs the config file and the same folders.
+
+    Raises ConfigError for several machines without a rendezvous endpoint.
+    """
+    lines: list[str] = []
+    for number in range(run.launch.nnodes):
+        local_run = run.model_copy(
+            update={"launch": run.launch.model_copy(update={"node_rank": number})}
+        )
+        command = [
+            *("env", *(f"{name}={value}" for name, value in build_environment(local_run).items())),
+            *("torchrun", *torchrun_arguments_by_hand(local_run)),
+            *("-m", "penstock.cli.train", *request.arguments("launch.node_rank")),
+        ]
+        title = f"# machine {number}\n" if run.launch.nnodes > 1 else ""
+        lines.append(f"{title}{shlex.join(command)}\n")
+    return "".join(lines)
 
 
 def _with_ranks(run: RunConfig, ranks: int) -> RunConfig:

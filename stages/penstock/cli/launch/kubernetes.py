@@ -2,12 +2,12 @@
 
 import math
 import re
-from dataclasses import dataclass
 from pathlib import PurePosixPath
 from typing import Any
 
 import yaml
 
+from penstock.cli.launch.options import LaunchTarget
 from penstock.config.loading import yaml12
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import CapabilityError, ConfigError
@@ -23,34 +23,24 @@ NON_RETRYABLE_EXIT_CODES = [ConfigError.exit_code, CapabilityError.exit_code]
 """Exit codes of errors that a retry in another pod would hit again."""
 
 
-@dataclass(frozen=True)
-class Cluster:
-    """The Kubernetes options of the command line."""
-
-    image: str
-    claim: str | None = None
-    """A PersistentVolumeClaim that every pod mounts, for data and results."""
-    mount: str = "/data"
-    """Mount path; relative paths of the config are below it."""
-    secret: str | None = None
-    """A Secret whose keys become environment variables, such as HF_TOKEN."""
-
-
-def kubernetes_job(
-    run: RunConfig, cluster: Cluster, *, ranks: int, gpus: int, cpus: int | None
-) -> str:
+def kubernetes_job(run: RunConfig, target: LaunchTarget, *, ranks: int, gpus: int) -> str:
     """YAML for `kubectl apply`: a ConfigMap with the run, a Service for the rendezvous, the Job.
 
-    `ranks`, `gpus` and `cpus` are per pod. Raises ConfigError if results would be lost with a pod,
+    `ranks` and `gpus` are per pod. Raises ConfigError if results would be lost with a pod,
     or if the config contains credentials.
     """
-    _check_storage(run, cluster)
+    _check_storage(run, target)
     name = _name(run)
-    config = _config(run, name, ranks)
-    parts: list[dict[str, Any]] = [_config_map(name, config)]
+    parts = [_resource("v1", "ConfigMap", name, data={CONFIG_FILE: _config(run, name, ranks)})]
     if run.launch.nnodes > 1:
-        parts.append(_service(name))
-    parts.append(_job(run, name, cluster, gpus=gpus, cpus=cpus))
+        service = {
+            "clusterIP": "None",
+            # Pods have DNS names before they are ready: the others wait for the first one.
+            "publishNotReadyAddresses": True,
+            "selector": {"job-name": name},
+        }
+        parts.append(_resource("v1", "Service", name, spec=service))
+    parts.append(_resource("batch/v1", "Job", name, spec=_job(run, name, target, gpus)))
     return yaml.dump_all(
         parts, Dumper=_BlockTextDumper, sort_keys=False, allow_unicode=True, width=100
     )
@@ -74,8 +64,8 @@ def _name(run: RunConfig) -> str:
     return f"penstock-{plain}"[:50].rstrip("-") if plain else "penstock"
 
 
-def _config(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
-    """The config, with the launch settings of the pods."""
+def _config(run: RunConfig, name: str, ranks: int) -> str:
+    """The config as YAML, with the launch settings of the pods."""
     values = run.model_dump(mode="json", exclude_unset=True)
     launch = {**values.get("launch", {}), "nproc_per_node": ranks}
     launch.pop("node_rank", None)
@@ -83,123 +73,94 @@ def _config(run: RunConfig, name: str, ranks: int) -> dict[str, Any]:
         launch["rdzv_endpoint"] = f"{name}-0.{name}:{PORT}"
     else:
         launch.pop("rdzv_endpoint", None)
-    return {**values, "launch": launch}
+    return yaml12.dump({**values, "launch": launch})
 
 
-def _config_map(name: str, config: dict[str, Any]) -> dict[str, Any]:
-    text = yaml12.dump(config)
-    return {
-        "apiVersion": "v1",
-        "kind": "ConfigMap",
-        "metadata": _metadata(name),
-        "data": {CONFIG_FILE: text},
-    }
-
-
-def _service(name: str) -> dict[str, Any]:
-    """Gives pods DNS names, also before they are ready: the others wait for the first one."""
-    return {
-        "apiVersion": "v1",
-        "kind": "Service",
-        "metadata": _metadata(name),
-        "spec": {
-            "clusterIP": "None",
-            "publishNotReadyAddresses": True,
-            "selector": {"job-name": name},
-        },
-    }
-
-
-def _job(
-    run: RunConfig, name: str, cluster: Cluster, *, gpus: int, cpus: int | None
-) -> dict[str, Any]:
+def _job(run: RunConfig, name: str, target: LaunchTarget, gpus: int) -> dict[str, Any]:
     nodes = run.launch.nnodes
     pod: dict[str, Any] = {
         # The only value that goes with a podFailurePolicy.
         "restartPolicy": "Never",
         # On SIGTERM, training finishes its step and saves a checkpoint.
         "terminationGracePeriodSeconds": math.ceil(run.launch.stop_timeout) + MARGIN_SECONDS,
-        "containers": [_container(run, cluster, gpus=gpus, cpus=cpus)],
-        "volumes": _volumes(name, cluster),
+        "containers": [_container(run, target, gpus)],
+        "volumes": _volumes(name, target),
     }
     if nodes > 1:
         # The name of the Service: each pod then has the DNS name <job>-<index>.<service>.
         pod["subdomain"] = name
     return {
-        "apiVersion": "batch/v1",
-        "kind": "Job",
-        "metadata": _metadata(name),
-        "spec": {
-            "completionMode": "Indexed",
-            "completions": nodes,
-            "parallelism": nodes,
-            # Restarted pods resume from the newest checkpoint.
-            "backoffLimit": run.launch.max_restarts * nodes,
-            "podFailurePolicy": {
-                "rules": [
-                    {
-                        # An eviction or preemption: it does not count towards backoffLimit.
-                        "action": "Ignore",
-                        "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
-                    },
-                    {
-                        "action": "FailJob",
-                        "onExitCodes": {"operator": "In", "values": NON_RETRYABLE_EXIT_CODES},
-                    },
-                ]
-            },
-            "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
+        "completionMode": "Indexed",
+        "completions": nodes,
+        "parallelism": nodes,
+        # Restarted pods resume from the newest checkpoint.
+        "backoffLimit": run.launch.max_restarts * nodes,
+        "podFailurePolicy": {
+            "rules": [
+                {
+                    # An eviction or preemption: it does not count towards backoffLimit.
+                    "action": "Ignore",
+                    "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}],
+                },
+                {
+                    "action": "FailJob",
+                    "onExitCodes": {"operator": "In", "values": NON_RETRYABLE_EXIT_CODES},
+                },
+            ]
         },
+        "template": {"metadata": {"labels": _labels(name)}, "spec": pod},
     }
 
 
-def _container(run: RunConfig, cluster: Cluster, *, gpus: int, cpus: int | None) -> dict[str, Any]:
+def _container(run: RunConfig, target: LaunchTarget, gpus: int) -> dict[str, Any]:
     command = ["penstock", "run", f"{CONFIG_FOLDER}/{CONFIG_FILE}"]
     if run.launch.nnodes > 1:
+        # Expanded by the kubelet, from the index that an indexed job gives to each pod.
         command.append("--launch.node_rank=$(JOB_COMPLETION_INDEX)")
-    limits = {"nvidia.com/gpu": gpus} if gpus else {}
     mounts = [
         {"name": "config", "mountPath": CONFIG_FOLDER, "readOnly": True},
         {"name": "shared-memory", "mountPath": "/dev/shm"},
     ]
     container: dict[str, Any] = {
         "name": "train",
-        "image": cluster.image,
+        "image": target.image,
         "command": command,
         "resources": {
-            **({"requests": {"cpu": cpus}} if cpus else {}),
-            **({"limits": limits} if limits else {}),
+            **({"requests": {"cpu": target.cpus}} if target.cpus else {}),
+            # For an extended resource such as a GPU, the limit is the request too.
+            **({"limits": {"nvidia.com/gpu": gpus}} if gpus else {}),
         },
         "volumeMounts": mounts,
     }
-    if cluster.claim:
-        mounts.append({"name": "data", "mountPath": cluster.mount})
-        container["workingDir"] = cluster.mount
-    if cluster.secret:
-        container["envFrom"] = [{"secretRef": {"name": cluster.secret}}]
+    if target.claim:
+        mounts.append({"name": "data", "mountPath": target.mount})
+        container["workingDir"] = target.mount
+    if target.secret:
+        container["envFrom"] = [{"secretRef": {"name": target.secret}}]
     return container
 
 
-def _volumes(name: str, cluster: Cluster) -> list[dict[str, Any]]:
+def _volumes(name: str, target: LaunchTarget) -> list[dict[str, Any]]:
     volumes: list[dict[str, Any]] = [
         {"name": "config", "configMap": {"name": name}},
         # The default of 64 MB is too small for NCCL and data loader processes.
         {"name": "shared-memory", "emptyDir": {"medium": "Memory"}},
     ]
-    if cluster.claim:
-        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": cluster.claim}})
+    if target.claim:
+        volumes.append({"name": "data", "persistentVolumeClaim": {"claimName": target.claim}})
     return volumes
 
 
-def _metadata(name: str) -> dict[str, Any]:
-    return {"name": name, "labels": _labels(name)}
+def _resource(api: str, kind: str, name: str, **content: Any) -> dict[str, Any]:
+    metadata = {"name": name, "labels": _labels(name)}
+    return {"apiVersion": api, "kind": kind, "metadata": metadata, **content}
 
 
 def _labels(name: str) -> dict[str, str]:
     return {"app.kubernetes.io/name": "penstock", "app.kubernetes.io/instance": name}
 
 
-def _check_storage(run: RunConfig, cluster: Cluster) -> None:
+def _check_storage(run: RunConfig, target: LaunchTarget) -> None:
     """Raise ConfigError if results would be lost with a pod or the config has credentials."""
     for field, value in _string_fields(run.model_dump(mode="json", exclude_unset=True)):
         if redact(value) != value:
@@ -215,15 +176,15 @@ def _check_storage(run: RunConfig, cluster: Cluster) -> None:
     }.items():
         if is_url(value):
             continue
-        if cluster.claim is None:
+        if target.claim is None:
             raise ConfigError(
                 f"{field} is the folder {value}, which is lost with its pod.\n"
                 "  Add --claim NAME of a PersistentVolumeClaim, or write a URL of an object store."
             )
-        if not (PurePosixPath(cluster.mount) / value).is_relative_to(cluster.mount):
+        if not (PurePosixPath(target.mount) / value).is_relative_to(target.mount):
             raise ConfigError(
-                f"{field} is {value}, which is not below {cluster.mount}, where the claim "
-                f"{cluster.claim} is mounted.\n"
+                f"{field} is {value}, which is not below {target.mount}, where the claim "
+                f"{target.claim} is mounted.\n"
                 f"  Write a relative path, or mount it elsewhere with --mount."
             )
 

@@ -6,7 +6,6 @@ import shlex
 from pathlib import Path
 from typing import Literal
 
-from penstock.cli.launch.torchrun import shell_args
 from penstock.cli.run import Request
 from penstock.config.schema.run import RunConfig
 from penstock.core.process.rendezvous_endpoint import PORT, parse_endpoint
@@ -43,6 +42,7 @@ def slurm_script(
         "output": "%x-%j.log",
         # Requeued after a preemption, it resumes from its newest checkpoint.
         "requeue": "",
+        # A requeued job would otherwise truncate the log of the attempt before it.
         "open-mode": "append",
         "chdir": shlex.quote(str(Path.cwd())),
     }
@@ -61,32 +61,26 @@ def slurm_script(
     # Nodes end at different times: one still saves or exports when another has exited.
     step = ["srun", "--kill-on-bad-exit=0", "--wait=0", "--cpu-bind=none"]
     if cpus is not None:
+        # Since Slurm 22.05, srun does not inherit it from sbatch.
         step.append(f"--cpus-per-task={cpus}")
-    arguments = shell_args(request, *PER_NODE_FIELDS, "launch.nproc_per_node")
+    arguments = request.arguments(*PER_NODE_FIELDS, "launch.nproc_per_node")
     command = shlex.join(["penstock", "run", *arguments, f"--launch.nproc_per_node={ranks}"])
+    head = ["#!/bin/bash", *lines, "", "set -eu"]
     if launch.nnodes == 1:
-        return "\n".join(
-            ["#!/bin/bash", *lines, "", "set -eu", f"{shlex.join(step)} {command}", ""]
-        )
+        return "\n".join([*head, f"{shlex.join(step)} {command}", ""])
     port = parse_endpoint(launch.rdzv_endpoint)[1] if launch.rdzv_endpoint else PORT
+    # The rank of a node is known only there.
+    node_command = (
+        f"exec {command} "
+        '--launch.node_rank="$SLURM_NODEID" --launch.rdzv_endpoint="$PENSTOCK_ENDPOINT"'
+    )
     return "\n".join(
         [
-            "#!/bin/bash",
-            *lines,
-            "",
-            "set -eu",
+            *head,
             'nodes=$(scontrol show hostnames "$SLURM_JOB_NODELIST")',
             "first=${nodes%%$'\\n'*}",
             f"export PENSTOCK_ENDPOINT=$first:{port}",
-            f"{shlex.join(step)} bash -c " + shlex.quote(_node_command(command)),
+            f"{shlex.join(step)} bash -c {shlex.quote(node_command)}",
             "",
         ]
-    )
-
-
-def _node_command(command: str) -> str:
-    """The shell command of a node; its node rank is known only there."""
-    return (
-        f"exec {command} "
-        '--launch.node_rank="$SLURM_NODEID" --launch.rdzv_endpoint="$PENSTOCK_ENDPOINT"'
     )

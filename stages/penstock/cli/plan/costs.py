@@ -1,18 +1,20 @@
 """The costs of a run in `penstock plan`: memory, time, tokens, disk, and faster layouts."""
 
 import math
+import textwrap
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, replace
 from typing import Any
 
 from penstock.cli.console import table
+from penstock.cli.inspect_commands import PlanOptions
 from penstock.cli.plan.sizing import check_sizing
 from penstock.config.schema.run import RunConfig
 from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
-from penstock.estimate.costs.device_speed import Machine, detect_machine, find_machine
+from penstock.estimate.costs.device_speed import detect_machine, find_machine
 from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict, with_images
 from penstock.estimate.costs.find_layouts import LayoutSearch, Proposal, find_fastest_layouts
 from penstock.estimate.costs.one_process import with_one_process_layout
@@ -23,25 +25,15 @@ from penstock.train.launch.torchrun import num_local_ranks
 NOT_MEASURED = "time not known; penstock doctor --measure measures how fast this machine is"
 
 
-@dataclass(frozen=True)
-class DeviceOptions:
-    """The device options of the command line."""
-
-    devices: int | None = None
-    """Search the fastest layouts on this many devices."""
-    kind: str | None = None
-    """Device name; None: the devices of this machine."""
-
-
 def costs(
-    run: RunConfig, steps: Sequence[PlannedStage], location: DeviceOptions
+    run: RunConfig, steps: Sequence[PlannedStage], options: PlanOptions
 ) -> tuple[str, dict[str, Any]]:
     """The costs of a run as text and as plain values; empty for a run that does not train.
 
     Raises ConfigError for unknown devices.
     """
     if all(step.stage.name != "train" for step in steps):
-        if location.devices or location.kind:
+        if options.devices or options.device_kind:
             raise ConfigError(
                 "--devices and --device-kind are about training, and this run does not train.\n"
                 "  Add train to pipeline.stages, or leave them out."
@@ -53,37 +45,47 @@ def costs(
     hf_config, facts = resolve_hf_config(run), DataFacts.read(steps)
     model = build_cost_model(run, hf_config)
     run = with_row_length(run, facts, steps, model.config.vocab_size)
-    machine = find_machine(location.kind) if location.kind else detect_machine(num_local_ranks(run))
-    run, layout = with_one_process_layout(run, machine) if location.devices is None else (run, None)
+    machine = (
+        find_machine(options.device_kind)
+        if options.device_kind
+        else detect_machine(num_local_ranks(run))
+    )
+    run, layout = with_one_process_layout(run, machine) if options.devices is None else (run, None)
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
     prediction = predict(run, model, degrees, machine, data)
+    # Cached log-probs cost nothing.
     if any(step.stage.name == "reference" and find_cached(step) for step in steps):
         prediction = replace(prediction, reference_seconds=None, unread_rows=None)
     sizes = sum(map(math.prod, model.shapes.values()))
     sizes += sum(params for params, _ in model.vision.parts) if model.vision else 0
-    sizing = check_sizing(run, facts, data, prediction.length, prediction.rows_per_step)
-    text = f"{_format_costs(prediction, sizes)}\n{sizing.text}"
+    sizing, sizing_values = check_sizing(
+        run, facts, data, prediction.length, prediction.rows_per_step
+    )
+    text = f"{_format_costs(prediction, sizes)}\n{sizing}"
     text += f"\n    layout  {layout}" if layout else ""
-    plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing.as_json()}
-    if location.devices is None:
+    plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing_values}
+    if options.devices is None:
         return text, plain
     counts, rows = ModelDims.of(hf_config), rows_per_step(run.train, degrees.num_replicas)
-    search = LayoutSearch(run, model, counts, machine, location.devices, rows, data)
+    search = LayoutSearch(run, model, counts, machine, options.devices, rows, data)
     layouts = find_fastest_layouts(search)
     text += "\n" + _format_layouts(layouts, search)
     return text, {**plain, "layouts": [_layout_as_json(layout) for layout in layouts]}
 
 
 def _format_costs(prediction: Prediction, sizes: int) -> str:
+    machine = prediction.machine
+    source = f" ({machine.source})" if machine.source else ""
+    reference = f"{format_seconds(prediction.reference_seconds)} for the reference log-probs"
     return "\n".join(
         [
-            f"costs on {format_ranks(prediction.degrees)} of {_machine_name(prediction.machine)}",
+            f"costs on {format_ranks(prediction.degrees)} of {machine.name}{source}",
             f"    model   {_format_count(sizes)} parameters",
             f"    run     {_format_length(prediction)}",
             f"    step    {_format_step(prediction)}",
             *(
-                [f"    before  {_format_reference(prediction)}"]
+                [f"    before  {reference} of all completions, once"]
                 if prediction.reference_seconds
                 else []
             ),
@@ -99,10 +101,6 @@ def format_ranks(degrees: ParallelDims) -> str:
     if degrees.world_size == 1:
         return "1 process"
     return f"{degrees.world_size} processes ({degrees})"
-
-
-def _machine_name(machine: Machine) -> str:
-    return f"{machine.name} ({machine.source})" if machine.source else machine.name
 
 
 def _format_length(prediction: Prediction) -> str:
@@ -134,19 +132,14 @@ def _format_step(prediction: Prediction) -> str:
     return f"{format_seconds(seconds)}, {speed}{total} ({parts})"
 
 
-def _format_reference(prediction: Prediction) -> str:
-    seconds = format_seconds(prediction.reference_seconds)
-    return f"{seconds} for the reference log-probs of all completions, once"
-
-
 def _format_memory(prediction: Prediction) -> str:
     parts = ", ".join(
         f"{name} {format_bytes(value)}" for name, value in asdict(prediction.memory).items()
     )
     limit = prediction.machine.memory
-    of = "" if limit is None else f" of {format_bytes(limit)}"
+    capacity = "" if limit is None else f" of {format_bytes(limit)}"
     doubt = "; it does not fit" if prediction.fits is False else ""
-    return f"{format_bytes(prediction.memory.total)}{of} for a process{doubt} ({parts})"
+    return f"{format_bytes(prediction.memory.total)}{capacity} for a process{doubt} ({parts})"
 
 
 def _format_disk(prediction: Prediction) -> str:
@@ -168,24 +161,21 @@ def _format_layouts(layouts: Sequence[Proposal], search: LayoutSearch) -> str:
         return f"{head} none that fits was found; more devices or smaller rows are needed"
     rows = [("step", "tokens/s", "memory", "settings of train")]
     for layout in layouts:
-        prediction = layout.prediction
-        seconds = prediction.step.total if prediction.step else None
-        settings = ", ".join(
-            f"{name}: {_format_value(value)}" for name, value in layout.settings.items()
-        )
+        prediction, speed = layout.prediction, _per_second(layout.prediction)
         rows.append(
             (
-                format_seconds(seconds),
-                f"{prediction.tokens_per_step / seconds:,.0f}" if seconds else "n/a",
+                format_seconds(prediction.step.total if prediction.step else None),
+                f"{speed:,.0f}" if speed else "n/a",
                 format_bytes(prediction.memory.total),
-                settings,
+                format_settings(layout),
             )
         )
-    return f"{head}\n" + "\n".join(f"    {line}" for line in table(rows).splitlines())
+    return f"{head}\n{textwrap.indent(table(rows), '    ')}"
 
 
-def _format_value(value: Any) -> str:
-    return str(value).lower() if isinstance(value, bool) else str(value)
+def format_settings(layout: Proposal) -> str:
+    """Its settings of `train`, as in a config."""
+    return ", ".join(f"{name}: {str(value).lower()}" for name, value in layout.settings.items())
 
 
 def _layout_as_json(proposal: Proposal) -> dict[str, Any]:
@@ -217,14 +207,12 @@ def _costs_as_json(prediction: Prediction, sizes: int) -> dict[str, Any]:
         "parameters": sizes,
         "memory": {**asdict(prediction.memory), "total": prediction.memory.total},
         "fits": prediction.fits,
-        "step": None
-        if prediction.step is None
-        else {**asdict(prediction.step), "total": prediction.step.total},
+        "step": prediction.step and {**asdict(prediction.step), "total": prediction.step.total},
         "flops_per_step": prediction.flops_per_step,
         "rows_per_step": prediction.rows_per_step,
         "tokens_per_step": prediction.tokens_per_step,
         "tokens_per_second": _per_second(prediction),
-        "length": None if length is None else asdict(length),
+        "length": length and asdict(length),
         "seconds": prediction.seconds,
         "reference_seconds": prediction.reference_seconds,
         "disk": {**asdict(prediction.disk), "total": prediction.disk.total},

@@ -1,13 +1,19 @@
 """`penstock plan --dry-run`: what a step of a layout holds, sends and waits for."""
 
 import shlex
+import textwrap
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 from penstock.cli.console import Console, table
-from penstock.cli.plan.costs import format_bytes, format_ranks, format_seconds
+from penstock.cli.inspect_commands import PlanOptions
+from penstock.cli.plan.costs import (
+    format_bytes,
+    format_ranks,
+    format_seconds,
+    format_settings,
+)
 from penstock.cli.run import Request
 from penstock.config.loading.cli_overrides import Override, split_overrides
 from penstock.config.schema.run import RunConfig
@@ -20,8 +26,7 @@ from penstock.estimate.costs.estimate import Prediction, build_cost_model, predi
 from penstock.estimate.costs.find_layouts import LayoutSearch, find_fastest_layouts, with_train
 from penstock.estimate.costs.token_counts import DataFacts, with_row_length
 from penstock.estimate.dryrun.chrome_trace import write_chrome_trace
-from penstock.estimate.dryrun.dry_run import dry_run
-from penstock.estimate.dryrun.roles import MAX_RANKS, RankChoice, select_ranks
+from penstock.estimate.dryrun.dry_run import MAX_RANKS, dry_run, select_ranks
 from penstock.estimate.dryrun.summary import DryRun, RankSummary
 from penstock.estimate.machine import resolve_hf_config, with_prompts_apart, world_size
 from penstock.pipeline.composing import with_composed_model
@@ -33,34 +38,25 @@ DEFAULT_DEVICE = "H100"
 MAX_ROWS = 12
 """Rows of a table; --json has all."""
 
-
 BEST_LAYOUTS = 3
 """Layouts of the search that are run dry."""
 
 
-@dataclass(frozen=True)
-class DryRunOptions:
-    """The options of the command line."""
-
-    world: int | None = None
-    """Number of ranks; None: those of the run on this machine."""
-    ranks: RankChoice = "roles"
-    device: str | None = None
-    devices: int | None = None
-    """Run the fastest layouts for this many devices instead of the config's own."""
-    trace: Path | None = None
-    """Where to write a Chrome trace."""
-    compare: Sequence[str] = ()
-    """Other layouts, each as overrides such as `train.tensor_parallel_size=2`."""
-
-
-def dry_run_config(request: Request, options: DryRunOptions, console: Console) -> dict[str, Any]:
+def dry_run_config(request: Request, options: PlanOptions, console: Console) -> dict[str, Any]:
     """Run the layouts of a config dry and print what was found.
 
     Raises ConfigError for invalid options or layouts, CapabilityError if no layout fits.
     """
     if options.world:
-        added = _world_overrides(options.world)
+        local = min(options.world, DEVICES_PER_NODE)
+        if options.world % local:
+            raise ConfigError(
+                f"--world {options.world} is no multiple of {local} ranks per machine."
+            )
+        added = [
+            Override("launch.nproc_per_node", str(local)),
+            Override("launch.nnodes", str(options.world // local)),
+        ]
         request = replace(request, overrides=(*request.overrides, *added))
     run = _with_row_length(request.load())
     if options.devices:
@@ -82,16 +78,6 @@ def dry_run_config(request: Request, options: DryRunOptions, console: Console) -
         layout_request = replace(request, overrides=(*request.overrides, *_parse_overrides(text)))
         layouts.append((text, _with_row_length(layout_request.load())))
     return print_dry_run(layouts, options, console)
-
-
-def _world_overrides(world: int) -> list[Override]:
-    local = min(world, DEVICES_PER_NODE)
-    if world % local:
-        raise ConfigError(f"--world {world} is no multiple of {local} ranks per machine.")
-    return [
-        Override("launch.nproc_per_node", str(local)),
-        Override("launch.nnodes", str(world // local)),
-    ]
 
 
 def _with_row_length(run: RunConfig) -> RunConfig:
@@ -116,25 +102,16 @@ def _parse_overrides(text: str) -> list[Override]:
 
 
 def _fastest_layouts(
-    run: RunConfig, devices: int, options: DryRunOptions
+    run: RunConfig, devices: int, options: PlanOptions
 ) -> Iterator[tuple[str, RunConfig]]:
     hf_config = resolve_hf_config(run)
     dims = build_parallel_dims(run.train, options.world or world_size(run))
     rows = rows_per_step(run.train, dims.num_replicas)
-    search = LayoutSearch(
-        run,
-        build_cost_model(run, hf_config),
-        ModelDims.of(hf_config),
-        find_machine(_device_name(options)),
-        devices,
-        rows,
-        None,
-    )
+    model, counts = build_cost_model(run, hf_config), ModelDims.of(hf_config)
+    machine = find_machine(_device_name(options))
+    search = LayoutSearch(run, model, counts, machine, devices, rows, None)
     for proposal in find_fastest_layouts(search, limit=BEST_LAYOUTS):
-        text = ", ".join(
-            f"{name}: {str(value).lower()}" for name, value in proposal.settings.items()
-        )
-        yield text, with_train(run, proposal.settings)
+        yield format_settings(proposal), with_train(run, proposal.settings)
 
 
 @dataclass(frozen=True)
@@ -147,7 +124,7 @@ class Layout:
 
 
 def print_dry_run(
-    layouts: Sequence[tuple[str, RunConfig]], options: DryRunOptions, console: Console
+    layouts: Sequence[tuple[str, RunConfig]], options: PlanOptions, console: Console
 ) -> dict[str, Any]:
     """Run each (name, run) dry and print what was found; several side by side.
 
@@ -170,6 +147,7 @@ def print_dry_run(
         }
         for layout in done
     ]
+    # Not returned: the JSON object has them also if no layout fits, which raises below.
     console.more["dry_run"] = values
     if options.trace:
         write_chrome_trace(done[0].dry_run.ranks, options.trace)
@@ -179,7 +157,7 @@ def print_dry_run(
     return {}
 
 
-def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
+def run_layout(name: str, run: RunConfig, options: PlanOptions) -> Layout:
     """Run one layout dry. Raises ConfigError for a layout that is invalid for these ranks."""
     dims = build_parallel_dims(run.train, options.world or world_size(run))
     if options.ranks == "all" and dims.world_size > MAX_RANKS:
@@ -188,23 +166,16 @@ def run_layout(name: str, run: RunConfig, options: DryRunOptions) -> Layout:
             f"  Leave it out, or ask for at most {MAX_RANKS} ranks: those of one pipeline stage do "
             "the same."
         )
-    device = _device_name(options)
-    hf_config = resolve_hf_config(run)
-    result = dry_run(
-        run,
-        hf_config,
-        dims,
-        select_ranks(dims, options.ranks),
-        device_name=device,
-        local_ranks=min(dims.world_size, DEVICES_PER_NODE),
-    )
-    machine = find_machine(device)
-    return Layout(name, result, predict(run, build_cost_model(run, hf_config), dims, machine, None))
+    device, hf_config = _device_name(options), resolve_hf_config(run)
+    ranks, local_ranks = select_ranks(dims, options.ranks), min(dims.world_size, DEVICES_PER_NODE)
+    result = dry_run(run, hf_config, dims, ranks, device_name=device, local_ranks=local_ranks)
+    model = build_cost_model(run, hf_config)
+    return Layout(name, result, predict(run, model, dims, find_machine(device), None))
 
 
-def _device_name(options: DryRunOptions) -> str:
+def _device_name(options: PlanOptions) -> str:
     names = gpu_names()
-    return options.device or (names[0] if names else DEFAULT_DEVICE)
+    return options.device_kind or (names[0] if names else DEFAULT_DEVICE)
 
 
 def _misfit(layout: Layout) -> str:
@@ -220,17 +191,16 @@ def _misfit(layout: Layout) -> str:
 
 def _format_layout(layout: Layout) -> str:
     result = layout.dry_run
-    dims = result.dims
+    ranks = ", ".join(str(rank.rank) for rank in result.ranks)
+    mfu = "" if result.mfu is None else f", {100 * result.mfu:.0f} % of the device's FLOP/s"
     lines = [
-        f"dry run of {format_ranks(dims)} on {result.device_name}: {_format_ranks(result.ranks)} "
-        "run",
+        f"dry run of {format_ranks(result.dims)} on {result.device_name}: rank {ranks} run",
         f"    step     {format_seconds(result.seconds)}, {result.tokens_per_second:,.0f} tokens/s"
-        f"{_format_mfu(result)}; {_format_limits(result)}",
+        f"{mfu}; {_format_limits(result)}",
         f"    memory   {format_bytes(result.peak)} of {format_bytes(result.device.memory)} at the "
         f"peak (estimate from shapes: {format_bytes(layout.estimate.memory.total)})",
     ]
-    for rank in result.ranks[:MAX_ROWS]:
-        lines.append(f"    rank {rank.rank:<4}{_format_rank(rank)}")
+    lines += [f"    rank {rank.rank:<4}{_format_rank(rank)}" for rank in result.ranks[:MAX_ROWS]]
     worst = max(result.ranks, key=lambda rank: rank.result.peak)
     lines += ["", f"collectives of rank {worst.rank}", _collectives(worst)]
     lines += ["", f"host syncs of rank {worst.rank}", _syncs(worst)]
@@ -238,16 +208,8 @@ def _format_layout(layout: Layout) -> str:
         faults = [
             (f"{times} x", cause, code_line) for (cause, code_line), times in result.faults.items()
         ]
-        lines += ["", "faults", _indented([("times", "fault", "where"), *faults])]
+        lines += ["", "faults", _indented_table([("times", "fault", "where"), *faults])]
     return "\n".join(lines)
-
-
-def _format_ranks(ranks: Sequence[RankSummary]) -> str:
-    return "rank " + ", ".join(str(rank.rank) for rank in ranks)
-
-
-def _format_mfu(result: DryRun) -> str:
-    return "" if result.mfu is None else f", {100 * result.mfu:.0f} % of the device's FLOP/s"
 
 
 def _format_limits(result: DryRun) -> str:
@@ -283,13 +245,13 @@ def _collectives(rank: RankSummary) -> str:
                 use.call_site,
             )
         )
-    return _indented(rows)
+    return _indented_table(rows)
 
 
 def _syncs(rank: RankSummary) -> str:
     rows = [("times", "sync", "phase", "where")]
     rows += [(str(times), *key) for key, times in rank.syncs.most_common(MAX_ROWS)]
-    return _indented(rows)
+    return _indented_table(rows)
 
 
 def _format_comparison(layouts: Sequence[Layout]) -> str:
@@ -312,8 +274,8 @@ def _format_comparison(layouts: Sequence[Layout]) -> str:
             )
         )
     device = layouts[0].dry_run.device_name
-    return f"dry runs on {device}\n{_indented(rows)}"
+    return f"dry runs on {device}\n{_indented_table(rows)}"
 
 
-def _indented(rows: Sequence[tuple[str, ...]]) -> str:
-    return "\n".join(f"    {line}" for line in table(rows).splitlines())
+def _indented_table(rows: Sequence[tuple[str, ...]]) -> str:
+    return textwrap.indent(table(rows), "    ")

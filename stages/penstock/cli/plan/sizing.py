@@ -1,45 +1,19 @@
 """Row length and number of steps in `penstock plan`, and warnings about probable mistakes."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any
 
 from penstock.cli.packed_sources import packed_sources_table
 from penstock.config.schema.run import RunConfig
 from penstock.estimate.costs.token_counts import Data, DataFacts, Length
-from penstock.rows.sizing import Finding, findings, row_length_line, run_size
-
-Known = Literal["counted", "estimated", "not yet"]
-
-
-@dataclass(frozen=True)
-class Sizing:
-    """The row length of a run and warnings about its size."""
-
-    known: Known
-    """`counted` from packed rows, `estimated` from prepared samples, or `not yet` possible."""
-    row_length: int | None
-    """Tokens of a row; None if it depends on data that is not prepared yet."""
-    findings: tuple[Finding, ...]
-    text: str
-    sources: Mapping[str, Any] = field(default_factory=dict[str, Any])
-    """Counts of each source in packed rows, by split; empty for a single one."""
-
-    def as_json(self) -> dict[str, Any]:
-        """As plain values."""
-        return {
-            "known": self.known,
-            "row_length": self.row_length,
-            "warnings": [finding.as_json() for finding in self.findings],
-            **({"sources": self.sources} if self.sources else {}),
-        }
+from penstock.rows.sizing import findings, row_length_line, run_size
 
 
 def check_sizing(
     run: RunConfig, facts: DataFacts, data: Data | None, length: Length | None, rows_per_step: int
-) -> Sizing:
-    """Check the sizes with the data that is prepared and packed. `run` has the row length that
-    follows from this data."""
+) -> tuple[str, dict[str, Any]]:
+    """The row length and warnings about sizes, as lines and as plain values: counted from packed
+    rows, or estimated from prepared samples. `run` has the row length that follows from `data`."""
     row = run.data.row_length
     if not (facts.prepared or facts.packed) or data is None or length is None:
         # Without results the row length in `run` is an estimate.
@@ -47,12 +21,8 @@ def check_sizing(
         unknown_figures = "samples that are truncated or dropped, steps" + (
             ", row length" if written_length is None else ""
         )
-        return Sizing(
-            "not yet",
-            written_length,
-            (),
-            f"    size    not known before data is prepared: {unknown_figures}",
-        )
+        text = f"    size    not known before data is prepared: {unknown_figures}"
+        return text, {"known": "not yet", "row_length": written_length, "warnings": []}
     packed: Mapping[str, Any] = facts.packed or {
         "lengths": (facts.prepared or {})["lengths"],
         "epoch_rows": {"train": list(data.epoch_rows)},
@@ -74,5 +44,11 @@ def check_sizing(
     lines = lines or [f"    size    rows of {row:,} tokens; no warnings"]
     sources = packed_sources_table(packed)
     lines += [f"    packed  {line}" for line in sources.splitlines()]
-    written_length = "counted" if facts.packed else "estimated"
-    return Sizing(written_length, row, tuple(warnings), "\n".join(lines), packed.get("sources", {}))
+    values = {
+        "known": "counted" if facts.packed else "estimated",
+        "row_length": row,
+        "warnings": [finding.as_json() for finding in warnings],
+        # Of several sources, their counts in packed rows.
+        **({"sources": packed["sources"]} if packed.get("sources") else {}),
+    }
+    return "\n".join(lines), values

@@ -4,20 +4,21 @@ from typing import Any
 
 from penstock.api.status import StageStatus, stage_statuses
 from penstock.cli.console import Console, table
-from penstock.cli.plan.costs import DeviceOptions, costs
+from penstock.cli.inspect_commands import PlanOptions
+from penstock.cli.plan.costs import costs
 from penstock.cli.plan.long_samples import long_samples
 from penstock.config.schema.run import RunConfig
 from penstock.pipeline.outputs import find_unwritable, output_folders
 from penstock.pipeline.plan import plan
 
-THIS_MACHINE = DeviceOptions()
+THIS_MACHINE = PlanOptions()
 
 
 def print_plan(
-    run: RunConfig, console: Console, location: DeviceOptions = THIS_MACHINE
+    run: RunConfig, console: Console, options: PlanOptions = THIS_MACHINE
 ) -> dict[str, Any]:
     """Print the state of each stage and the cost of training; returns the same as plain values."""
-    planned = plan(run, for_this_machine=location.kind is None)
+    planned = plan(run, for_this_machine=options.device_kind is None)
     for note in planned.notes:
         console.say(note)
     for refusal in find_unwritable(output_folders(run, run.stages)):
@@ -29,7 +30,7 @@ def print_plan(
     rows = [("stage", "key", "standing", "where")]
     rows += [(v.stage, v.key, v.standing, v.where) for v in verdicts]
     lines = [table(rows), *(line for verdict in verdicts for line in verdict.reasons)]
-    text, values = costs(planned.run, planned.steps, location)
+    text, values = costs(planned.run, planned.steps, options)
     console.result("\n".join([*lines, *([text] if text else [])]))
     stages = [_status_as_json(verdict) for verdict in verdicts]
     return {"plan": stages, "warnings": warnings, **values}

@@ -231,6 +231,7 @@ def _check_streaming(run: RunConfig) -> Issues:
         on_hub = (
             HUB_ID.fullmatch(entry.path)
             and not detect_file_kind(entry.path)
+            # A built-in data set, whose name has the form of a hub id.
             and entry.path != "dummy"
         )
         if entry.streaming and not on_hub:

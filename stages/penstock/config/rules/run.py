@@ -216,6 +216,7 @@ def check_output_dir(run: RunConfig) -> Issues:
     if is_url(output):
         return
     normalized = _normalize(output)
+    # `.` and `..`: Path(".") has no parts.
     if set(normalized.parts) <= {".."}:
         yield ConfigIssue(path, f"{output} is the current folder, or one above; {INSTEAD}")
         return

@@ -63,6 +63,7 @@ def step_in(template: str, name: str) -> int | None:
     for text, field, _, _ in Formatter().parse(template):
         number = r"(\d+)" if field == "step" else r"\d+"
         pattern += re.escape(text) + (number if field else "")
+    # Otherwise \d also matches the digits of other scripts.
     match = re.fullmatch(pattern, name, re.ASCII)
     return int(match[1]) if match else None
 

@@ -569,6 +569,7 @@ class DataConfig(ConfigSection):
         """A copy with the `row_length` that was chosen from the samples. No field holds it:
         printed, the section still leaves the length to the samples."""
         chosen = self.model_copy()
+        # pydantic's `frozen` does not hold for private attributes.
         chosen._chosen_row_length = length
         return chosen
 

@@ -43,6 +43,7 @@ def _check_url(value: str | None) -> str | None:
             f"nothing can be written to {scheme}://"
             + (f"; did you mean {near[0]}://?" if near else "; write s3://bucket/folder")
         )
+    # The config of a run is stored with its results.
     if "@" in location.split("/", 1)[0]:
         raise ValueError(
             f"has credentials; write {scheme}:// without them and set them in the environment"

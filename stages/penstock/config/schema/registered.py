@@ -52,4 +52,5 @@ class Registered:
         return core_schema.no_info_after_validator_function(self.validate, handler(source))
 
     def __get_pydantic_json_schema__(self, *_: Any) -> dict[str, Any]:
+        # `not: {}` matches nothing: no installed package has such a part.
         return {"enum": self.names, "type": "string"} if self.names else {"not": {}}

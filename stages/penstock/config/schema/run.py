@@ -74,6 +74,14 @@ class RunConfig(ConfigSection):
             chosen -= {"export", "push"}
         return tuple(stage for stage in STAGES if stage in chosen)
 
+    def with_fields(self, section: str, **values: Any) -> "RunConfig":
+        """A copy with these fields of a section, which are not validated."""
+        return self.model_copy(update={section: getattr(self, section).model_copy(update=values)})
+
+    def with_row_length(self, length: int) -> "RunConfig":
+        """A copy with the `row_length` that was chosen from the samples."""
+        return self.model_copy(update={"data": self.data.with_row_length(length)})
+
 
 def has_target(run: RunConfig) -> bool:
     """Whether the run has a push target."""

@@ -10,9 +10,8 @@ from penstock.core.files import read_json, write_json
 
 DATA = "data.json"
 
+# When the artifact was built and whether it was reused. Runs of one key may differ in these fields.
 LINEAGE = "lineage.json"
-"""When the artifact was built and whether it was reused. Runs of one key may differ in these
-fields."""
 
 PROCESS_START = datetime.now(UTC).isoformat(timespec="seconds")
 """Build time of this process, for artifacts that it built rather than reused."""
@@ -39,6 +38,7 @@ def write_data_facts(out: Path, packed: Artifact, prepared: Artifact | None) -> 
     lineage: dict[str, Any] = {}
     for name, manifest in built.items():
         created = manifest["created"]
+        # Both are ISO 8601 in UTC with whole seconds: such texts sort as their times do.
         reused = created < PROCESS_START
         lineage[name] = {"created": created, "seconds": manifest["seconds"], "reused": reused}
     write_json(out / LINEAGE, lineage)

@@ -27,24 +27,24 @@ from penstock.core.machine.linux import file_system_type
 
 log = logging.getLogger("penstock.artifacts")
 
+# Granularity of a file system's clock, in nanoseconds: a kernel tick is at most 10 ms.
 MIN_AGE_NS = 100_000_000
-"""Granularity of a file system's clock, in nanoseconds: a kernel tick is at most 10 ms."""
 
+# The same where times are whole seconds (HFS+, ext3, some network file systems).
 COARSE_MIN_AGE_NS = 2_000_000_000
-"""The same where times are whole seconds (HFS+, ext3, some network file systems)."""
 
+# File systems without a change time of their own, or with one that a client or the program that
+# made the image makes up. Nor is that of file systems in user space (fuse) reliable: object stores
+# give the modification time.
 WITHOUT_CTIME = frozenset(
     {
         *("msdos", "vfat", "exfat", "ntfs", "ntfs3", "cifs", "smb3", "smbfs", "9p", "vboxsf"),
         *("squashfs", "erofs", "iso9660", "udf", "cramfs", "romfs"),
     }
 )
-"""File systems without a change time of their own, or with one that a client or the program that
-made the image makes up. Nor is that of file systems in user space (fuse) reliable: object stores
-give the modification time."""
 
+# File systems whose change times are of another machine's clock.
 BY_SERVER = frozenset({"nfs", "nfs4", "lustre", "ceph", "gpfs", "beegfs", "afs", "wekafs", "gfs2"})
-"""File systems whose change times are of another machine's clock."""
 
 MAX_READERS = 8
 """Maximum number of files read concurrently; never more than the number of processors."""
@@ -109,6 +109,8 @@ def cache_written(path: Path, written: WrittenDigest) -> None:
     """Cache the digest of a file that was renamed to `path` after it was digested."""
     stat = _Stat.of(path)
     is_as_written = stat.is_own and stat.mtime_ns == written.mtime_ns
+    # Where times are whole seconds, a second write within one leaves the same time as
+    # `digest_written` set.
     if is_as_written and stat.granularity_ns == MIN_AGE_NS:
         with suppress(sqlite3.Error), closing(_open_database()) as database:
             _store_rows(database, [_Row.of(stat, written.sha256)])

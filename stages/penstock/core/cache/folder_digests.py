@@ -23,8 +23,8 @@ DIGESTS = "digests.json"
 ALGORITHM = "xxh3_128"
 
 PART_BYTES = 64 << 20
+# Bytes per read: larger blocks do not fit the processor caches, smaller blocks cost more calls.
 BLOCK_BYTES = 1 << 20
-"""Bytes per read: larger blocks do not fit the processor caches, smaller blocks cost more calls."""
 THREADS = 4  # Threads per process that read chunks concurrently
 
 
@@ -191,6 +191,7 @@ def digest_of_file(path: Path) -> FileDigest:
 def _digest_between(descriptor: int, begin: int, end: int) -> str:
     digest, block = xxhash.xxh3_128(), memoryview(bytearray(min(BLOCK_BYTES, end - begin)))
     while begin < end:
+        # preadv fills one block again and again; pread would allocate bytes for each read.
         count = os.preadv(descriptor, [block[: end - begin]], begin)
         # The file was truncated after fstat; the digest then differs.
         if count == 0:

@@ -61,6 +61,7 @@ def _pin(root: Path, keys: list[str]) -> ExitStack:
     pins.mkdir(parents=True, exist_ok=True)
     pin = pins / f"{_digest(keys)}-{uuid.uuid4().hex}.json"
     held = ExitStack()
+    # Not acquire_lock: its StageError would end the run, and `pin_artifacts` ignores OSError alone.
     with FileLock(pins / GATE_LOCK):
         _remove_stale(pins)
         lock = FileLock(pin.with_suffix(".lock"))
@@ -96,6 +97,8 @@ def _read_pinned_keys(pins: Path) -> set[str]:
         lock = FileLock(pin.with_suffix(".lock"))
         try:
             lock.acquire(timeout=0)
+        # filelock's Timeout is a TimeoutError, which is an OSError: the process that set the pin is
+        # alive.
         except OSError as error:
             # FileLock opens for writing, which the lock of another user's pin does not allow.
             if isinstance(error, PermissionError) and not is_locked(Path(lock.lock_file)):

@@ -43,6 +43,7 @@ def digests_of_inputs(stage: Stage, remembered: Literal["all", "local"] = "all")
         if not isinstance(source, Artifact) or (remembered == "local" and source.remote):
             continue
         manifest = read_manifest(source.path)
+        # A folder that the user chose (train.output_dir) may hold the result of other settings.
         if manifest and manifest["key"] == source.key:
             digests[name] = content_digest(manifest)
     return digests

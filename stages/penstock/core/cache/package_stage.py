@@ -42,6 +42,7 @@ class PackageStep(Stage):
         """The stage `name`; `results` has those of the stages that it reads."""
         stage: PackageStage = STAGES.build(name, options)
         record = STAGES.record(name, options) or {}
+        # A class for each: `identity` reads name and version, which are class variables of a Stage.
         kind = type(cls.__name__, (cls,), {"name": name, "version": record.pop("version")})
         return kind(RootModel(record), stage, {read: results[read] for read in stage.reads})
 

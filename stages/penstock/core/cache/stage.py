@@ -43,6 +43,8 @@ class Source:
     """Locations of remote files, used instead of `paths`. They may be signed, so they are never
     displayed."""
 
+    # cached_property writes to __dict__, past the __setattr__ with which a frozen dataclass
+    # refuses.
     @cached_property
     def key(self) -> str:
         """64 hex digits that depend only on the content."""

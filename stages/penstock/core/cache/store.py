@@ -255,6 +255,7 @@ def _get_or_build_remote(
 
     def is_done() -> bool:
         manifest = _remote_manifest(step, remote) if request.cache == "reuse" else None
+        # Without notify, as it is asked again and again while another machine builds.
         return manifest is not None and _is_current(step, manifest)
 
     with _folder_lock(step, notify):
@@ -404,6 +405,8 @@ def _build(
         resumed = _find_attempt_to_resume(step, digests, request.notify)
         out.mkdir(parents=True, exist_ok=True)
         write_record(out / ATTEMPT, attempt_record(stage, digests))
+        # Before and after: content that changes while the stage reads it would be in the result but
+        # not in its key.
         _require_unchanged_inputs(stage, digests, request.verify)
         facts = dict(stage.run(out))
         _require_unchanged_inputs(stage, digests, request.verify)

@@ -90,6 +90,8 @@ def _compare_triton(requirements: Sequence[str], installed: str) -> Mismatch | N
         marker = requirement.marker
         if requirement.name != "triton" or (marker and not marker.evaluate()):
             continue
+        # By default, packaging counts a pre-release, such as a nightly build, as outside of any
+        # range.
         if not requirement.specifier.contains(installed, prereleases=True):
             return Mismatch(
                 "triton",

@@ -25,8 +25,8 @@ PR_SET_PDEATHSIG = 1
 SIOCGIFADDR = 0x8915
 AT_FDCWD = -100
 RENAME_EXCHANGE = 2  # Flag of renameat2(2), from linux/fs.h
+# Errors of a system call that this kernel, file system or sandbox does not have.
 UNSUPPORTED = (errno.EINVAL, errno.ENOSYS, errno.EOPNOTSUPP, errno.EPERM)
-"""Errors of a system call that this kernel, file system or sandbox does not have."""
 
 
 def proc_lines(name: str) -> list[str]:

@@ -39,12 +39,12 @@ PREFIXES = _names(
     SLURM PREFECT__
     """
 )
+# Name suffixes that are dropped although the name has one of PREFIXES.
 SECRET = re.compile(
     r"(^|_)(TOKEN(_PATH)?|(?<!MAX_)(?<!MIN_)(?<!NUM_)TOKENS|KEYS?|SECRETS?|PASSWORD|PASSWD"
     r"|PASSPHRASE|PAT|JWT|CREDENTIALS?|CONNECTION_STRING|SAS)(_ID)?$|._PWD$|^NETRC$",
     re.IGNORECASE,
 )
-"""Name suffixes that are dropped although the name has one of PREFIXES."""
 
 PURPOSE_PREFIXES: Mapping[Purpose, tuple[str, ...]] = {
     "hub": ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HUGGINGFACE_HUB_TOKEN"),

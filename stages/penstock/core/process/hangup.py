@@ -13,8 +13,8 @@ from collections.abc import Generator
 from contextlib import contextmanager, suppress
 from typing import Any, TextIO, cast
 
+# Errors of a pipe without a reader, and of a terminal that was closed.
 READER_GONE = (errno.EPIPE, errno.EIO, errno.EBADF)
-"""Errors of a pipe without a reader, and of a terminal that was closed."""
 
 
 def hangup_signals() -> tuple[signal.Signals, ...]:

@@ -17,6 +17,8 @@ MAIN = "__main__"
 def without_main_module() -> Generator[None]:
     """Processes that are started inside the block import no `__main__` of this one."""
     main = sys.modules[MAIN]
+    # multiprocessing passes on the __spec__ or __file__ of the main module; an empty one has
+    # neither.
     sys.modules[MAIN] = ModuleType(MAIN)
     try:
         yield

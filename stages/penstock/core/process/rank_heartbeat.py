@@ -12,8 +12,8 @@ from pathlib import Path
 
 from penstock.core.machine.linux import process_start
 
+# Size in bytes of a heartbeat file. Each heartbeat overwrites the whole file in one write.
 SIZE = 512
-"""Size in bytes of a heartbeat file. Each heartbeat overwrites the whole file in one write."""
 
 SUFFIX = ".pulse"
 

@@ -10,8 +10,8 @@ from penstock.core.machine.linux import interface_of
 
 PORT = 29500  # Default port of the first machine
 
+# Seconds that a machine waits for the first one, whose image may still be pulled.
 RENDEZVOUS_TIMEOUT_SECONDS = 900.0
-"""Seconds that a machine waits for the first one, whose image may still be pulled."""
 
 
 def parse_endpoint(endpoint: str) -> tuple[str, int]:

@@ -28,6 +28,8 @@ def is_transient(error: BaseException) -> bool:
                 return True
             if isinstance(cause, ConfigError | ArtifactError | Interrupted):
                 return False
+        # huggingface_hub's is a ConnectionError, which would count as a lost connection. By its
+        # name, as planning a local run does not import that library.
         elif type(cause).__name__ == "OfflineModeIsEnabled":
             return False
         elif isinstance(cause, Exception) and (kind := classify_error(cause)) != "absent":

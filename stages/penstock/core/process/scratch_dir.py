@@ -14,8 +14,8 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 
 PREFIX = "penstock-"
+# Directories younger than this are not removed: a directory is locked just after it is created.
 MIN_AGE_SECONDS = 60.0
-"""Directories younger than this are not removed: a directory is locked just after it is created."""
 
 
 @contextmanager

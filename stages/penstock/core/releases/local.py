@@ -125,6 +125,7 @@ class LocalReleaseStore(ReleaseStore):
             notify(f"{self._folder} is being written to by another process; waiting for it")
             lock = acquire_lock(lock_file)
         with lock:
+            # Of killed writers: whoever holds the lock is the only one that writes.
             for leftover in self._folder.glob(f".*{PART}"):
                 remove(leftover)
             yield
@@ -187,6 +188,8 @@ class LocalReleaseStore(ReleaseStore):
 
     def delete(self, number: int) -> None:
         part = self._folder / f".{release_folder_name(number)}{PART}"
+        # Under its name a release is whole or gone; after a kill, the next `writing` removes the
+        # rest.
         self.folder(number).rename(part)
         remove(part)
 

@@ -63,6 +63,7 @@ class RemoteReleaseStore(ReleaseStore):
     @contextmanager
     def writing(self, notify: Notify) -> Generator[None]:
         lease = Lease(self._root, f"{mirror_holder()}-{uuid.uuid4().hex}")
+        # Nothing that another writer does makes this change superfluous.
         lease.acquire(lambda: False, notify)
         with lease:
             self._lease = lease
@@ -135,6 +136,7 @@ class RemoteReleaseStore(ReleaseStore):
 
     def set_latest(self, number: int, withdrawn: Collection[int]) -> None:
         self._check_lease()
+        # In this order, as in a local store: `withdrawn` leaves out what is still the latest.
         (self._root / WITHDRAWN).write(_to_json({WITHDRAWN_NUMBERS: sorted(withdrawn)}))
         (self._root / POINTER).write(_to_json({"number": number}))
 
@@ -146,6 +148,7 @@ class RemoteReleaseStore(ReleaseStore):
 
     def append_decision(self, decision: Record) -> None:
         now = datetime.now(UTC).strftime("%Y%m%dT%H%M%S.%f")
+        # Listings are sorted by name, so decisions are read oldest first.
         name = f"{DECISIONS}/{now}-{uuid.uuid4().hex[:8]}.json"
         (self._root / name).write(json.dumps(decision, sort_keys=True).encode())
 

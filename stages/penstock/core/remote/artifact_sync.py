@@ -23,7 +23,7 @@ from penstock.core.files import atomic_write, backup_rename, read_json, remove, 
 from penstock.core.remote.lease import LEASES, Lease
 from penstock.core.remote.local_mirror import mirror_holder
 from penstock.core.remote.open import open_file
-from penstock.core.remote.path import RemotePath, require_relative
+from penstock.core.remote.path import RemotePath
 from penstock.core.remote.urls import split_parent
 from penstock.core.remote.version import content_version
 
@@ -183,41 +183,46 @@ class RemoteArtifact:
         path, remote_path = self.folder / name, self.root / name
         # Before the upload: a file that changes during it has another stamp, and is sent again.
         stamp = _file_stamp(path)
-        remote_path.put(path)
-        info = remote_path.info()
+        info = remote_path.put(path)
         with self._writing:
             self._sent_by_this_run[name] = stamp
-            self._sent[name] = {**stamp, "version": content_version(info) if info else None}
+            self._sent[name] = {**stamp, "version": content_version(info)}
             write_json(self._sent_file, self._sent)
 
     def _fetch(self, file: dict[str, Any]) -> None:
         """Download one file; verify `bytes` and `sha256` where `file` has them."""
-        name = require_relative(str(file["path"]))
+        name = str(file["path"])
+        # First, as it refuses names that lead out of the folder.
+        remote_path = self.root / name
         target, expected_digest = self.folder / name, file.get("sha256")
         has_size = target.is_file() and target.stat().st_size == file.get("bytes")
         if expected_digest and has_size and sha256_file(target) == expected_digest:
             return
-        remote_path = self.root / name
         if expected_digest and remote_path.info() is None:
             raise ArtifactError(
                 f"{self.root.redacted_url} has a manifest, but {name} is missing.\n"
                 "  Restore it, or build again with --force."
             )
-        digest = hashlib.sha256()
-        with (
-            atomic_write(target) as part,
-            open_file(remote_path.url) as source,
-            part.open("wb") as stream,
-        ):
-            while block := source.read(CHUNK):
-                digest.update(block)
-                stream.write(block)
-            # Inside the block: an exception keeps atomic_write from renaming the file to its name.
-            if expected_digest and digest.hexdigest() != expected_digest:
-                raise ArtifactError(
-                    f"{remote_path.redacted_url} differs from its manifest: its SHA-256 does not "
-                    "match.\n  Restore it, or build again with --force."
-                )
+        download(remote_path, target, expected_digest)
+
+
+def download(remote_path: RemotePath, target: Path, expected_digest: str | None = None) -> None:
+    """Download a file. Raises ArtifactError if its SHA-256 is not the expected one."""
+    digest = hashlib.sha256()
+    with (
+        atomic_write(target) as part,
+        open_file(remote_path.url) as source,
+        part.open("wb") as stream,
+    ):
+        while block := source.read(CHUNK):
+            digest.update(block)
+            stream.write(block)
+        # Inside the block: an exception keeps atomic_write from renaming the file to its name.
+        if expected_digest and digest.hexdigest() != expected_digest:
+            raise ArtifactError(
+                f"{remote_path.redacted_url} differs from its manifest: its SHA-256 does not "
+                "match.\n  Restore it, or build again with --force."
+            )
 
 
 def _file_stamp(path: Path) -> dict[str, Any]:
@@ -258,17 +263,17 @@ class BackgroundUploader:
             return
         folder = self._depot.folder
         # The record first: another machine resumes no files whose build is unknown.
-        news = sum(self._sent(group) for group in ([folder / ATTEMPT], *groups))
+        num_sent = sum(self._send_group(group) for group in ([folder / ATTEMPT], *groups))
         names = [path.relative_to(folder).as_posix() for group in groups for path in group]
         self._uploaded |= dict.fromkeys(names)
         # The last file of a group goes first: it marks the group as complete.
         for name in reversed([n for n in self._uploaded if not (folder / n).exists()]):
             self._depot.drop(name)
             del self._uploaded[name]
-        if news or when == "at the end":
-            self._sent(changing)
+        if num_sent or when == "at the end":
+            self._send_group(changing)
 
-    def _sent(self, group: Sequence[Path]) -> int:
+    def _send_group(self, group: Sequence[Path]) -> int:
         folder = self._depot.folder
         names = [path.relative_to(folder).as_posix() for path in group if path.is_file()]
         try:

@@ -55,18 +55,15 @@ class Lease:
         last_seen, since, is_notified = None, time.monotonic(), False
         while True:
             number, record = self._highest()
-            if self._is_free(record):
-                if self._claim(number + 1):
-                    return True
-                continue
             if record != last_seen:
                 last_seen, since = record, time.monotonic()
-            elif time.monotonic() - since > self._term:
+            # No record: no lease, or its owner deleted it between the listing and the read.
+            if record is None or self._is_free(record) or time.monotonic() - since > self._term:
                 if self._claim(number + 1):
                     return True
                 continue
             if not is_notified:
-                host = (record or {}).get("host", "another machine")
+                host = record.get("host", "another machine")
                 notify(f"{self._folder.redacted_url} is being built on {host}; waiting for it")
                 is_notified = True
             time.sleep(min(POLL, self._term / 4))
@@ -121,10 +118,7 @@ class Lease:
         content = (self._leases / _name(max(numbers))).read()
         return max(numbers), _parse(content) if content else None
 
-    def _is_free(self, record: dict[str, Any] | None) -> bool:
-        # There is no lease, or its owner deleted it between the listing and the read.
-        if record is None:
-            return True
+    def _is_free(self, record: dict[str, Any]) -> bool:
         return record.get("state") == "released" or record.get("holder") == self._holder
 
     def _claim(self, number: int) -> bool:

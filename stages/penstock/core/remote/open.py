@@ -46,10 +46,7 @@ def open_file(
     path = RemotePath.from_url(location, is_trusted=is_trusted)
     info = path.info()
     if info is None:
-        raise StageError(
-            f"{path.redacted_url} no longer exists; it did when this run was planned.\n"
-            "  Restore it, or run again to plan without it."
-        )
+        raise to_run_error(StorageError("absent", FileNotFoundError()), location, "read")
     if pinned is not None:
         _require_pinned(path, info, pinned)
     if max_bytes is not None and (info["size"] or 0) > max_bytes:

@@ -9,12 +9,13 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
 from penstock.core.files import is_relative_name
 from penstock.core.process.retry import PLANNING_TRIES, RUN_TRIES, retry_until_connected
+from penstock.core.remote import azure_store
 from penstock.core.remote.errors import (
     Doing,
     StorageError,
@@ -28,6 +29,11 @@ from penstock.core.remote.web import WebFile
 
 Info = Mapping[str, Any]
 """File metadata of a store: `size` in bytes, and version fields whose names depend on the store."""
+
+Answer = TypeVar("Answer")
+
+CONNECT_SECONDS, READ_SECONDS = 10, 60
+"""Seconds that a connection may take, and that a socket may be silent."""
 
 S3_PART = 16 << 20  # Part size of a multipart upload in bytes; four parts are sent concurrently
 
@@ -69,8 +75,6 @@ class RemotePath:
         if PACKAGE_OF[scheme] == "s3":
             system.retries = S3_TRIES
         elif PACKAGE_OF[scheme] == "azure":
-            from penstock.core.remote import azure_store  # noqa: PLC0415 - of this store alone
-
             azure_store.shorten_retries(system)
         return cls(url, system, str(path).rstrip("/"), is_trusted)
 
@@ -99,15 +103,23 @@ class RemotePath:
 
     def info(self, *, tries: int = RUN_TRIES) -> Info | None:
         """The metadata of this file, or None if it does not exist."""
-        info: Any = self._ask("info", {}, tries)
-        return info if info.get("type") == "file" else None
+
+        def request() -> Info:
+            return self.web_file.info() if self.is_web else self._unlisted_system().info(self.path)
+
+        info = self._ask(request, tries)
+        return info if info and info.get("type") == "file" else None
 
     def files(self, *, tries: int = RUN_TRIES) -> dict[str, Info]:
         """Every file below this folder by relative name, sorted; empty if there is no folder."""
-        entries: Any = self._ask("find", {}, tries, detail=True)
+
+        def request() -> Mapping[str, Info]:
+            entries = self._unlisted_system().find(self.path, detail=True)
+            # adlfs answers for a file with a list.
+            return entries if hasattr(entries, "items") else {}
+
+        infos = self._ask(request, tries) or {}
         below = self.path + "/"
-        # adlfs answers for a file with a list.
-        infos: Mapping[str, Info] = entries if hasattr(entries, "items") else {}
         return {
             path.removeprefix(below): info
             for path, info in sorted(infos.items())
@@ -120,9 +132,13 @@ class RemotePath:
         if self.store == "azure":
             # adlfs takes an empty object `folder/` for all that the folder has.
             return {name.partition("/")[0] for name in self.files(tries=PLANNING_TRIES)}
-        entries: Any = self._ask("ls", [], PLANNING_TRIES, detail=False)
+
+        def request() -> list[str]:
+            return [str(path) for path in self._unlisted_system().ls(self.path, detail=False)]
+
         below = self.path + "/"
-        names = (str(path).removeprefix(below) for path in entries if str(path).startswith(below))
+        paths = self._ask(request, PLANNING_TRIES) or []
+        names = (path.removeprefix(below) for path in paths if path.startswith(below))
         return {name.partition("/")[0] for name in names} - {""}
 
     def read(self) -> bytes | None:
@@ -148,8 +164,8 @@ class RemotePath:
             raise to_run_error(fault, self.url, "written") from None
         return True
 
-    def put(self, source: Path) -> None:
-        """Upload a local file atomically. Raises StageError on failure."""
+    def put(self, source: Path) -> Info:
+        """Upload a local file atomically; return its metadata. Raises StageError on failure."""
         size = source.stat().st_size
         # By default s3fs and adlfs would buffer half a gigabyte for each of several files.
         parts = _PARTS.get(self.store or "", {})
@@ -161,6 +177,7 @@ class RemotePath:
                 f"{self.redacted_url} was uploaded with {size} bytes and has {have} bytes.\n"
                 "  Run it again; if the error persists, the store is faulty."
             )
+        return arrived
 
     def delete(self) -> None:
         self._run("deleted", lambda: self.system.rm_file(self.path), or_absent=True)
@@ -169,8 +186,6 @@ class RemotePath:
         def send() -> None:
             self.system.cp_file(self.path, target.path)
             if target.store == "azure":
-                from penstock.core.remote import azure_store  # noqa: PLC0415 - of this store alone
-
                 azure_store.await_copy(target.system, target.path)
 
         self._run("copied", send)
@@ -179,22 +194,22 @@ class RemotePath:
         self.copy(target)
         self.delete()
 
-    def _ask(self, method: str, absent: Any, tries: int, **options: Any) -> Any:
-        def request() -> Any:
-            if method == "info" and self.is_web:
-                return self.web_file.info()
-            # fsspec keeps listings, which lack what other machines have written since.
-            self.system.invalidate_cache()
-            return getattr(self.system, method)(self.path, **options)
+    def _unlisted_system(self) -> Any:
+        # fsspec keeps listings, which lack what other machines have written since.
+        self.system.invalidate_cache()
+        return self.system
 
+    def _ask(self, request: Callable[[], Answer], tries: int) -> Answer | None:
         try:
             return retry_until_connected(request, tries=tries)
         except StorageError as fault:
             if fault.kind == "absent":
-                return absent
+                return None
             raise to_planning_error(fault, self.url) from None
 
-    def _run(self, doing: Doing, act: Callable[[], Any], *, or_absent: bool = False) -> Any:
+    def _run(
+        self, doing: Doing, act: Callable[[], Answer], *, or_absent: bool = False
+    ) -> Answer | None:
         try:
             return retry_until_connected(act)
         except StorageError as fault:
@@ -217,17 +232,26 @@ def _options(scheme: str) -> dict[str, Any]:
     """fsspec options of a scheme. They never contain credentials."""
     if PACKAGE_OF[scheme] == "s3":
         # s3fs and this module retry; botocore's retries would multiply theirs.
-        config = {"retries": {"max_attempts": 0}, "connect_timeout": 10, "read_timeout": 60}
+        config = {
+            "retries": {"max_attempts": 0},
+            "connect_timeout": CONNECT_SECONDS,
+            "read_timeout": READ_SECONDS,
+        }
         endpoint = env.s3_endpoint()
         endpoint_options = {"endpoint_url": endpoint} if endpoint else {}
         return {"config_kwargs": config, "use_listings_cache": False, **endpoint_options}
     if scheme in WEB:
-        # A large file has no total timeout, only one per read. Proxies and netrc are used.
-        limits = import_module("aiohttp").ClientTimeout(total=None, sock_connect=10, sock_read=60)
         return {
             # Request raw bytes: a compressed response has other offsets.
             "headers": {"Accept-Encoding": "identity"},
-            "client_kwargs": {"trust_env": True, "timeout": limits},
+            # `trust_env`: proxies and netrc are used.
+            "client_kwargs": {"trust_env": True, "timeout": client_timeout()},
         }
     # A listing of another thread, kept by the library, is no answer to what is asked now.
     return {"use_listings_cache": False} if PACKAGE_OF[scheme] else {}
+
+
+def client_timeout() -> Any:
+    """The limits of aiohttp's requests: a large file has no total timeout, only one per read."""
+    timeout = import_module("aiohttp").ClientTimeout
+    return timeout(total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS)

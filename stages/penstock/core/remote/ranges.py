@@ -14,13 +14,10 @@ from typing import Any
 
 from penstock.core.remote import answers
 from penstock.core.remote.answers import AnswerError, ChangedError
-from penstock.core.remote.path import RemotePath
+from penstock.core.remote.path import READ_SECONDS, RemotePath, client_timeout
 from penstock.core.remote.version import all_versions
 
 Write = Callable[[bytes], object]
-
-CONNECT_SECONDS, READ_SECONDS = 10.0, 60.0
-"""Seconds that a connection may take, and that a socket may be silent."""
 
 
 class Ranges(ABC):
@@ -129,14 +126,11 @@ class _GoogleRanges(_ConditionalRanges):
         encoding = self._info.get("contentEncoding") or "identity"
         headers = {"Range": f"bytes={start}-{stop - 1}", "Accept-Encoding": encoding}
         session = await system._set_session()
-        limits = import_module("aiohttp").ClientTimeout(
-            total=None, sock_connect=CONNECT_SECONDS, sock_read=READ_SECONDS
-        )
         async with session.get(
             system.url(self._path),
             params=system._get_params({"ifGenerationMatch": generation}),
             headers=system._get_headers(headers),
-            timeout=limits,
+            timeout=client_timeout(),
             auto_decompress=False,
         ) as answer:
             if answer.status == HTTPStatus.NOT_FOUND:

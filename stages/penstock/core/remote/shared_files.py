@@ -4,17 +4,12 @@ Names are content-addressed, so an existing file never needs to be checked, and 
 create the same file at once upload the same bytes.
 """
 
-import shutil
 from collections.abc import Iterable
 from dataclasses import dataclass
 from pathlib import Path
 
-from penstock.core.files import atomic_write
-from penstock.core.remote.artifact_sync import transfer
-from penstock.core.remote.open import open_file
-from penstock.core.remote.path import RemotePath, require_relative
-
-CHUNK = 4 << 20
+from penstock.core.remote.artifact_sync import download, transfer
+from penstock.core.remote.path import RemotePath
 
 Files = tuple[str, ...]  # Names that belong together; the last one marks the group as complete
 
@@ -48,14 +43,9 @@ class SharedCache:
         """Upload files that were just created locally, the completion marker last."""
         root = RemotePath.from_url(self.url)
         for name in files:
-            (root / require_relative(name)).put(self.folder / name)
+            (root / name).put(self.folder / name)
 
     def _fetch(self, files: Files) -> None:
         root = RemotePath.from_url(self.url)
         for name in files:
-            with (
-                atomic_write(self.folder / require_relative(name)) as part,
-                open_file((root / name).url) as source,
-                part.open("wb") as stream,
-            ):
-                shutil.copyfileobj(source, stream, CHUNK)
+            download(root / name, self.folder / name)

@@ -57,11 +57,9 @@ class WebFile:
     ) -> None:
         self._sync(partial(self._read_range, start, stop, info, write))
 
-    def read_whole(
-        self, info: Mapping[str, Any], write: Callable[[bytes], object]
-    ) -> dict[str, str]:
-        """Pass the whole file of that version to `write`; return the version of the answer."""
-        return self._sync(partial(self._read_whole, info, write))
+    def read_whole(self, info: Mapping[str, Any], write: Callable[[bytes], object]) -> None:
+        """Pass the whole file of that version to `write`."""
+        self._sync(partial(self._read_whole, info, write))
 
     def _sync(self, call: Callable[[], Any]) -> Any:
         return import_module("fsspec.asyn").sync(self._system.loop, call)
@@ -111,9 +109,7 @@ class WebFile:
             answers.require_range(answer.headers.get("Content-Range"), start, stop, info["size"])
             await answers.receive(answer.content.iter_any(), write, stop - start)
 
-    async def _read_whole(
-        self, info: Mapping[str, Any], write: Callable[[bytes], object]
-    ) -> dict[str, str]:
+    async def _read_whole(self, info: Mapping[str, Any], write: Callable[[bytes], object]) -> None:
         async with self._get(_conditions(info)) as answer:
             self._require_success(answer)
             if answer.status != HTTPStatus.OK:
@@ -124,7 +120,6 @@ class WebFile:
             is_exact = "Content-Length" in answer.headers and not _is_encoded(answer)
             length = int(answer.headers["Content-Length"]) if is_exact else None
             await answers.receive(answer.content.iter_any(), write, length)
-            return _version(answer.headers)
 
     def _require_success(self, answer: Any) -> None:
         if answer.status == HTTPStatus.NOT_FOUND:

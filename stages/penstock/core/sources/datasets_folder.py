@@ -11,8 +11,8 @@ from penstock.core.errors import ConfigError
 
 STATE = "state.json"
 SPLITS = "dataset_dict.json"
+# A split's name, which is also a folder name and must not contain path separators.
 SPLIT = re.compile(r"\w+(\.\w+)*")
-"""A split's name, which is also a folder name and must not contain path separators."""
 
 
 def saved_files(folder: Path, path: str) -> tuple[Path, ...]:

@@ -25,8 +25,8 @@ KINDS: dict[str, tuple[str, ...]] = {
 COMPRESSED = {".gz": "gzip", ".bz2": "bz2", ".xz": "xz", ".zst": "zstd"}
 """Compression by file suffix."""
 
+# Kinds that need random access, so files must not be compressed.
 RANDOM_ACCESS_KINDS = ("parquet", "arrow", megatron_files.KIND)
-"""Kinds that need random access, so files must not be compressed."""
 
 UNSUPPORTED_SUFFIXES = {
     ".xlsx": "a spreadsheet, which is not read.\n  Save the table as CSV.",
@@ -53,8 +53,8 @@ SUFFIXES = tuple(
 )
 """All suffixes that identify a file's kind."""
 
+# Suffixes of images, which are data only with texts.
 IMAGES = (".jpg", ".jpeg", ".png", ".webp", ".gif", ".bmp", ".tif", ".tiff")
-"""Suffixes of images, which are data only with texts."""
 
 SPLIT_WORDS = {"train", "test", "validation", "valid", "val", "dev", "eval"}
 GLOB = re.compile(r"[*?\[]")
@@ -250,6 +250,7 @@ def _folder(
     if data_files:
         named = [file for name in data_files for file in _data_file(path, folder, name)]
         return LocalFiles(label, folder, tuple(named))
+    # For its error: rglob takes a folder that may not be listed for an empty one.
     list_names(folder)
     below = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     names = select_data_files(path, below, split=split, ds_type=ds_type)

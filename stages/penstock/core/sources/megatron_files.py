@@ -58,6 +58,7 @@ def parse_splits(splits: str) -> tuple[float, float, float]:
     """Parse a text such as `980,10,10`; missing trailing numbers are 0. Raises ValueError for
     anything else."""
     try:
+        # Megatron-LM's --split takes either separator.
         shares = [float(share) for share in splits.replace("/", ",").split(",")]
     except ValueError:
         shares = []

@@ -291,6 +291,7 @@ def pin_checkpoint(path: str, field: str = "train.load_checkpoint_path") -> Sour
     """Pin the training checkpoint in `field`: every file of its folder. Raises ConfigError if it is
     not a folder or is incomplete."""
     if is_url(path):
+        # One for each depth: a pattern matches only names of its own.
         source = pin_remote_files(path, ("*", "*/*", "*/*/*"), "is empty")
     else:
         folder = Path(path).expanduser()
@@ -401,6 +402,7 @@ def _require_folder(path: str) -> Path:
     target = Path(path).expanduser()
     if not target.is_dir():
         raise ConfigError(f"{path} is a file, not a folder.\n  Give its folder.")
+    # For its error: glob takes a folder that may not be listed for an empty one.
     local_files.list_names(target)
     return target
 

@@ -100,6 +100,7 @@ def download_source(source: Source) -> Path:
             part = folder.with_name(f"{folder.name}.part")
             remove(part)
             part.mkdir()
+            # A store's names are not trusted: one with `..` would be written outside of the folder.
             names = [require_relative(str(pinned["name"])) for pinned in source.pin["files"]]
             paths = [part / name for name in names]
             jobs = zip(source.urls, source.pin["files"], paths, strict=True)
@@ -185,6 +186,7 @@ def _pin_by_content(remote: RemoteFiles, more: dict[str, Any]) -> Source:
         digest_folder = home / short(digest_json(digests))
         for name in names:
             (digest_folder / name).parent.mkdir(parents=True, exist_ok=True)
+            # A rename: a run that has the same content open keeps its file.
             (Path(folder) / name).replace(digest_folder / name)
     paths = tuple(digest_folder / name for name in names)
     return Source({"kind": "files", **more, "files": digests}, paths)

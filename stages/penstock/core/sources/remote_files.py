@@ -97,6 +97,7 @@ def _label(path: RemotePath) -> str:
 def _glob(path: RemotePath) -> RemoteFiles:
     """Files that match the glob, named relative to the last folder without a wildcard."""
     try:
+        # fsspec keeps listings for the whole process, also of folders that have got files since.
         path.system.invalidate_cache()
         entries: Any = retry_until_connected(
             lambda: path.system.glob(path.path, detail=True), tries=PLANNING_TRIES
@@ -160,6 +161,7 @@ def _saved_files(path: RemotePath, files: dict[str, Info], split: str | None) ->
     names = [
         (split_folder / entry["filename"]).as_posix() for entry in state.get("_data_files") or ()
     ]
+    # Of the listing, so that no name of the metadata leads out of the folder.
     absent = [name for name in names if name not in files]
     if state.get("_indices_data_files") or absent or not names:
         raise ConfigError(

@@ -88,6 +88,8 @@ class _Call(RecomputedCall):
             recomputed.append(tensor.detach())
             return recomputed[-1]
 
+        # Gradients as the first time: autograd saves less for inputs without, and slots are matched
+        # by their order.
         x_RD = self._x_RD().detach().requires_grad_(self._requires_grad)
         hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
         with hooks, torch.enable_grad(), self._autocast:

@@ -31,6 +31,7 @@ class SyncCopier:
     """
 
     def to_host(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
+        # Without copy a tensor on a CPU would be returned itself, and nothing be moved.
         return data.to("cpu", copy=True), None
 
     def to_device(self, data: torch.Tensor) -> tuple[torch.Tensor, Any]:
@@ -67,6 +68,7 @@ class StreamCopier(SyncCopier):
     def _copy_on(
         self, copy: torch.Tensor, data: torch.Tensor, stream: torch.cuda.Stream
     ) -> torch.cuda.Event:
+        # For the memory of the copy as well: the allocator hands out what queued kernels still use.
         stream.wait_stream(torch.cuda.current_stream(self._device))
         with torch.cuda.stream(stream):
             copy.copy_(data, non_blocking=True)

@@ -113,4 +113,6 @@ class _Argument:
         return _Argument(save_for_backward(arg), arg.requires_grad) if is_tensor else arg
 
     def detached(self) -> torch.Tensor:
+        # Autograd saves less for inputs that need no gradient, and slots are matched by their
+        # order.
         return self.saved().detach().requires_grad_(self.wants_gradient)

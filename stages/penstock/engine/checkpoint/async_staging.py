@@ -90,5 +90,6 @@ class StagingBuffers:
             torch.cuda.set_device(self._stream.device)
         with torch.cuda.stream(self._stream):
             yield
+            # Copies to pinned memory return before they are done.
             if self._stream:
                 self._stream.synchronize()

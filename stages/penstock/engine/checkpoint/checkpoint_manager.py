@@ -144,6 +144,7 @@ class CheckpointManager:
                 self._failure = error
 
         copies.start()
+        # A daemon, so that a run that fails does not wait for it to end.
         self._thread = threading.Thread(
             target=save_in_background, name="penstock-checkpoint", daemon=True
         )

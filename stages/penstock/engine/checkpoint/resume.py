@@ -106,6 +106,7 @@ def newest_whole_checkpoint(
         clean_partial_saves(root)
         for line in _report_skipped(root, chosen, damaged, unusable):
             warn(line)
+    # No rank begins a save before rank 0 has removed the partial ones.
     ranks.barrier()
     return chosen
 

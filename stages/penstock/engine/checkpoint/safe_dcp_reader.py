@@ -168,7 +168,7 @@ def _invalid(reason: str) -> DamagedError:
 
 
 def _enum_member(enumeration: object, name: object) -> enum.Enum:
-    """What Python 3.11.0 to 3.11.3 pickle an enum member as: `getattr(enumeration, name)`."""
+    # Python 3.11.0 to 3.11.3 pickle an enum member as `getattr(enumeration, name)`.
     if isinstance(enumeration, enum.EnumMeta) and name in enumeration.__members__:
         return cast("enum.Enum", enumeration.__members__[cast("str", name)])
     raise pickle.UnpicklingError(f"it reads {name!r} of {enumeration!r}")

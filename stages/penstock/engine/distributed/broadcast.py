@@ -19,6 +19,8 @@ class ControlBroadcast:
         """`seconds` is the timeout of a broadcast; None: torch's default, half an hour."""
         self._ranks = ranks
         timeout = None if seconds is None else datetime.timedelta(seconds=seconds)
+        # Gloo beside NCCL: messages are in host memory, and after a CUDA error NCCL can send
+        # nothing.
         group = dist.new_group(backend="gloo", timeout=timeout)
         assert isinstance(group, dist.ProcessGroup)
         self._group = group

@@ -48,6 +48,8 @@ class BucketedAllReduce:
         self._next = 0
         for bucket in self._buckets if overlaps else ():
             for parameter in bucket.parameters:
+                # Not a hook on the gradient itself: that sees one pass, before it is added to
+                # `grad`.
                 parameter.register_post_accumulate_grad_hook(partial(self._on_grad, bucket))
 
     def start(self) -> None:
@@ -58,6 +60,8 @@ class BucketedAllReduce:
 
     def wait(self) -> None:
         self._is_last_backward = False
+        # Left without overlap: all; with it: from the first bucket with a parameter that got no
+        # gradient on, since no hook runs for it.
         while self._next < len(self._buckets):
             self._launch_next()
         for bucket in self._buckets:
@@ -94,6 +98,7 @@ def _buckets(parameters: Sequence[nn.Parameter], max_bytes: int) -> Iterable[_Bu
     bucket: list[nn.Parameter] = []
     size = 0
     for parameter in parameters:
+        # One dtype in each: `cat` would promote the others.
         if bucket and (size >= max_bytes or parameter.grad_dtype != bucket[0].grad_dtype):
             yield _Bucket(bucket)
             bucket, size = [], 0

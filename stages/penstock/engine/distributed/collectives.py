@@ -9,12 +9,15 @@ al. 2022, "Reducing Activation Recomputation in Large Transformer Models", secti
 T tokens, D model width, V vocabulary, C tokens of a chunk.
 """
 
+# pyright: reportIncompatibleMethodOverride=false
+
 from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Any, Literal
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 # Torch 2.13 renamed these functions and warns about the old names.
 _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
@@ -36,6 +39,7 @@ class _Collective(torch.autograd.Function):
         return run(x)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None, None]:
         return ctx.run_on_grad(grads[0]), None, None
 

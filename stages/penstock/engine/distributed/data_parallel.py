@@ -80,6 +80,7 @@ def shard(
     apart = [module for module in exact if policy.param_dtype is not None and module not in units]
     # Without replicas a one-dimensional mesh saves a collective per unit.
     mesh = mesh if mesh["replicate"].size() > 1 else mesh["shard"]
+    # Pinning is CPUOffloadPolicy's default, and fails without CUDA.
     offload = CPUOffloadPolicy(pin_memory=uses_cuda()) if policy.offload else OffloadPolicy()
     frees = policy.reshard_after == "nothing"
     # Before the layers that contain them: a unit takes the parameters that no unit inside it has.
@@ -153,6 +154,7 @@ class FSDPSync(GradSync):
         for part in self._parts:
             # Without a sync FSDP2 keeps unsharded gradients, and there is nothing to wait for.
             part.set_requires_gradient_sync(reduces)
+            # Under HSDP: replicas are summed once, after the reduce-scatters of all passes.
             part.set_requires_all_reduce(last)
             part.set_is_last_backward(reduces)
             part.set_reshard_after_backward(last or self._reshard_after != "step")

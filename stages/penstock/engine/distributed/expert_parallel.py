@@ -130,5 +130,6 @@ def _all_to_all(
 ) -> torch.Tensor:
     send_splits, recv_splits = splits
     out = rows.new_empty((sum(recv_splits), *rows.shape[1:]))
+    # Not `all_to_all`, which fails on gloo for lists of tensors of uneven sizes (torch 2.13).
     dist.all_to_all_single(out, rows.contiguous(), recv_splits, send_splits, group=group)
     return out

@@ -123,6 +123,7 @@ class FullTensorGather:
 
     def _local_data(self, box: Box) -> torch.Tensor:
         shard, parameter = self._local_shards[box]
+        # Offloaded parameters are in host memory, from which NCCL does not send.
         return shard.view(local(parameter.detach())).to(self._ranks.device)
 
 

@@ -43,6 +43,7 @@ class ObjectPickler(pickle.Pickler):
 
     def reducer_override(self, obj: Any, /) -> Any:
         if type(obj) is torch.Tensor:
+            # As bytes: NumPy has no bfloat16.
             data = obj.detach().cpu().contiguous().reshape(-1).view(torch.uint8)
             return rebuild_tensor, (data.numpy().tobytes(), obj.dtype, tuple(obj.shape))
         if isinstance(obj, np.ndarray | np.generic) and obj.dtype.kind in NUMERIC_KINDS:
@@ -105,5 +106,6 @@ def _is_record(cls: type) -> bool:
 
 def restrict_pickling() -> None:
     """Restrict unpickling in all object collectives of this process."""
+    # Private names: object collectives take no pickler of the caller's (torch 2.13).
     distributed_c10d._pickler = ObjectPickler
     distributed_c10d._unpickler = ObjectUnpickler

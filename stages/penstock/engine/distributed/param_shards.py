@@ -114,6 +114,7 @@ def rows_here(tensor: torch.Tensor, dims: int) -> tuple[int, int]:
     within = math.prod(tensor.shape[1 : tensor.dim() - dims + 1])
     if not isinstance(tensor, DTensor):
         return 0, tensor.shape[0] * within
+    # Private: torch 2.13 has no public function for the offsets of a shard.
     shape, offset = compute_local_shape_and_global_offset(
         tensor.shape, tensor.device_mesh, tensor.placements
     )

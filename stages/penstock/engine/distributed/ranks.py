@@ -113,7 +113,7 @@ def init_process_group(
 
 
 def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | None:
-    """The rendezvous store of the ranks. None: not configured, so torch raises its own error."""
+    """The rendezvous store of the ranks."""
     if world == 1:
         # In memory: nobody else could connect, so no port is opened.
         return dist.HashStore()
@@ -124,6 +124,7 @@ def _store(rank: int, world: int, timeout: datetime.timedelta) -> dist.Store | N
         if not env.agent_serves_store() and env.is_one_machine():
             address = LOOPBACK
         return env_store(rank, address, port, timeout)
+    # Not configured: torch raises its own error.
     return None
 
 

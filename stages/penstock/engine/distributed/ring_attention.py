@@ -245,6 +245,8 @@ class Ring:
             received = like.new_empty((recv_count, *like.shape[1:]))
             source = (self.index - by) % self.size
             operations.append(dist.P2POp(dist.irecv, received, group=self.group, group_peer=source))
+        # As one batch: NCCL may end a send only when its peer receives, and on a ring every rank
+        # would send first.
         works = dist.batch_isend_irecv(operations) if operations else []
         return P2PTransfer(works, x, received)
 
@@ -267,7 +269,7 @@ class P2PTransfer:
 def _receive_kv(
     ring: Ring, steps: Sequence[RingStep], kv_T2KH: torch.Tensor
 ) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
-    """The keys and values of each step; its transfer overlaps with attention to those before."""
+    """The keys and values of each step."""
 
     def start(step: RingStep) -> P2PTransfer:
         send = kv_T2KH[_to_slice(step.send)] if step.send else None
@@ -276,6 +278,7 @@ def _receive_kv(
     def receive(transfers: list[P2PTransfer]) -> Iterator[tuple[RingStep, torch.Tensor | None]]:
         for step, following in zip(steps, (*steps[1:], None), strict=True):
             transfer = transfers.pop()
+            # Before this step's are yielded: the transfer overlaps with attention to them.
             if following:
                 transfers.append(start(following))
             yield step, transfer.wait()
@@ -368,6 +371,8 @@ class _RingAttention(torch.autograd.Function):
             if received is not None:
                 dkv_S2KH = torch.zeros_like(received, dtype=wide)
                 attend_blocks(step.parts, received, dkv_S2KH)
+                # Sent in the dtype of the keys: half the bytes of the fp32 sum where these are
+                # bf16.
                 kv_grads = dkv_S2KH.to(kv_T2KH.dtype)
             # Gradients return the way that the keys came.
             transfer = ring.start_transfer(kv_grads, -step.distance, kv_T2KH, len(step.send))

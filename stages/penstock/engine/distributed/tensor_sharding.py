@@ -197,6 +197,7 @@ class TensorParallelPlan:
             for dim in range(1, tensor.ndim):
                 box = box.narrow(dim, shard.offsets[dim], shard.sizes[dim])
             boxes.append(box)
+        # A copy, also of one box: a view would keep the whole tensor in memory.
         return torch.cat(boxes) if boxes else None
 
     def is_in_moe(self, module: str) -> bool:

@@ -78,6 +78,7 @@ class Ulysses:
             q_TNH, k_TKH, *values = _ToHeads.apply(self, q_SNH, *parts)
             v_TKH = k_TKH if is_one else values[0]
             if sinks_N is not None:
+                # Sinks of the other heads get zeros here: gradients are summed over this axis.
                 sinks_N = sinks_N.chunk(self.size)[self.index]
             y_TNH = inner(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
             return self._to_tokens(y_TNH)

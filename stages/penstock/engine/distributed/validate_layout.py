@@ -218,7 +218,7 @@ def _tensor_errors(train: TrainConfig, dims: ModelDims) -> Iterable[LayoutError]
 
 
 def _quant_group_errors(run: RunConfig, dims: ModelDims) -> Iterable[LayoutError]:
-    """Quantized columns that share a scale must stay on one rank."""
+    # Quantized columns that share a scale must stay on one rank.
     lora, tensor = run.lora, run.train.tensor_parallel_size
     if not lora.enable_qlora or tensor == 1:
         return

@@ -138,6 +138,8 @@ class Generator:
             while not all(seq.finish_reason for seq in sequences):
                 between()
                 self.ranks.heartbeat.set_phase("generating")
+                # Tokens and log-probs in one tensor, of which ranks take the maximum: fp64 holds
+                # any token id.
                 samples = torch.full(
                     (3, len(sequences)), -torch.inf, dtype=torch.float64, device=self.ranks.device
                 )
@@ -300,6 +302,7 @@ class Generator:
             start += len(chunk)
             after = [seq for group in groups for seq in group]
             wide_CV = logits_CV.float()
+            # The sequences of a prompt begin with the same logits, which are then computed once.
             if len(after) != len(groups):
                 wide_CV = wide_CV[[row for row, group in enumerate(groups) for _ in group]]
             uniforms = [sequences.uniform() for sequences in after]

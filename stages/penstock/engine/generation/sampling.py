@@ -131,7 +131,7 @@ def _search_cumulative(shares: Sequence[float], weights_RV: torch.Tensor) -> tor
 
 
 def _below(aims_R1: torch.Tensor, sums_R1: torch.Tensor) -> torch.Tensor:
-    """Keep the target below the total: rounded up to it, no entry would exceed it."""
+    # Below the total: rounded up to it, no entry would exceed it.
     return torch.minimum(aims_R1, torch.nextafter(sums_R1, torch.zeros_like(sums_R1)))
 
 
@@ -149,6 +149,7 @@ def _apply_top_k_top_p(weights_RV: torch.Tensor, params: Sequence[SamplingParams
     if rows:
         limited_RV = weights_RV[rows]
         ordered = limited_RV.sort(dim=-1, descending=True).values
+        # fp64: sums in fp32 would leave out weights of less than 2^-24 of them.
         sums = ordered.cumsum(-1, dtype=torch.float64)
         # A token is kept if those before it do not reach top_p.
         reached = _column([params[row].top_p for row in rows], sums) * sums[:, -1:]

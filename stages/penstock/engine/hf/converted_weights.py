@@ -279,6 +279,7 @@ def as_published(
                     final[id(group)][published_name]: value
                     for published_name, value in group.convert(sources, model).items()
                 }
+            # Operations may return views, of which safetensors writes none that is not contiguous.
             tensors[name] = last[id(group)][name].contiguous()
         return tensors
 

@@ -132,6 +132,7 @@ def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> No
     _check(folder, shapes)
     if isinstance(folder, QuantizeOnLoad):
         folder.measure(shapes, ranks)
+    # In the order of the files, so that each is read from its beginning to its end.
     for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
         piece = box.piece
         for first, end in row_blocks(piece.sizes, folder.stored(piece.tensor).dtype):
@@ -287,6 +288,8 @@ def _receive_rows(
         return
     into = box.into[slice(*part)]
     raw = torch.empty(into.numel() * dtype.itemsize, dtype=torch.uint8, device=device)
+    # In a batch, as the sender's: NCCL runs a message outside of one in a communicator of two
+    # ranks.
     for work in dist.batch_isend_irecv([dist.P2POp(dist.irecv, raw, 0, group)]):
         work.wait()
     into.copy_(raw.view(dtype).view(into.shape))

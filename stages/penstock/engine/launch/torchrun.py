@@ -61,6 +61,7 @@ def run_ranks(
         try:
             _copy(child, sink, watch)
             return child.wait()
+        # KeyboardInterrupt and SystemExit as well: no rank may outlive this process.
         except BaseException:
             _end(child, sink, patience + MARGIN_SECONDS)
             raise
@@ -91,12 +92,12 @@ def _copy(
 
 
 def _say(sink: "ByteStream", text: bytes) -> None:
-    """Raises SystemExit on a closed pipe or terminal: the reader is gone, and retrying does not
-    help. What a full disk does not take is lost."""
+    """Raises SystemExit on a closed pipe or terminal."""
     try:
         sink.write(text)
         sink.flush()
     except OSError as error:
+        # The reader is gone, and retrying does not help. What a full disk does not take is lost.
         if error.errno in READER_GONE:
             raise SystemExit(128 + signal.SIGPIPE) from None
 

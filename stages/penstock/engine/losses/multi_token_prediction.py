@@ -88,11 +88,13 @@ class MTPLoss(StepPart):
         hidden: torch.Tensor,
         head: nn.Module,
     ) -> torch.Tensor:
-        """Zero, with the gradient of one depth's part of the loss: `loss` is told without it."""
+        """Zero, with the gradient of one depth's part of the loss."""
         factor = self.weight * scale
         loss = self.loss_fn(hidden, head, labels, scale=factor / self.depths / divisor)
+        # Ranks along the tensor axis have the same loss: one of them reports it.
         if self.layout.mesh.index("tensor") == 0:
             total += loss.detach().double() / factor
+        # Zero, as `loss` is told without the further tokens.
         return loss - loss.detach()
 
 

@@ -110,6 +110,7 @@ class Preferences(StepPart):
             counts[1] += batch.sft_tokens_D.sum()
         self.sums.ranks.all_reduce_sum(counts)
         # Every rank of a replica has counted the same samples. Left on the device: no sync here.
+        # At least 1: where no answer of a step is desirable, cross-entropy has no tokens.
         counts = (counts / self.sums.layout.model_parallel_size).clamp_min(1.0)
         evaluated = self._evaluate(step.batches, inputs) if self.config.needs_baseline else []
         baseline_A, self._metric_totals = self._baseline(evaluated), self._empty_metrics()

@@ -18,6 +18,7 @@ from typing import Any, Literal, Protocol
 
 import torch
 import torch.distributed as dist
+from torch.autograd.function import once_differentiable
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.deepep_requirements import NO_DROPOUT
@@ -162,6 +163,7 @@ class _DispatchTokens(torch.autograd.Function):
         layout: _DispatchLayout,
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         ctx.layout = layout
+        # Here and below: DeepEP asserts that tensors are contiguous.
         choice_TK = choice_TK.contiguous()
         to_ranks, to_nodes, to_experts, is_sent, _ = layout.buffer.get_dispatch_layout(
             choice_TK, layout.num_experts
@@ -181,6 +183,7 @@ class _DispatchTokens(torch.autograd.Function):
         return x_SD, choice_SK, weights_SK
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[Any, ...]:
         dx_SD, _, dweights_SK = grads
         layout: _DispatchLayout = ctx.layout
@@ -199,6 +202,7 @@ class _Combine(torch.autograd.Function):
         return layout.buffer.combine(outputs_SD.contiguous(), layout.handle)[0]
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         return _dispatch_again(grads[0], ctx.layout)[0], None
 
@@ -215,6 +219,7 @@ class _CombineAsync(torch.autograd.Function):
         return y_TD
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         del grads
         pending: _PendingCombine = ctx.pending
@@ -238,10 +243,12 @@ class _WaitCombine(torch.autograd.Function):
         return y_TD.view_as(y_TD)
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor, None]:
         pending: _PendingCombine = ctx.pending
         options = {"async_finish": True}
         pending.grad_SD, pending.event = _dispatch_again(grads[0], pending.layout, **options)
+        # For the order alone: `_CombineAsync` takes the dispatched gradient in place of this one.
         return grads[0], None
 
 

@@ -185,6 +185,7 @@ class Routers(StepPart):
                     box.add_(moves.to(box.device, box.dtype))
         self._collectors = []
         metrics: dict[str, Any] = {}
+        # One copy: each number that is read below would wait for the device.
         sums = totals.cpu()
         over = max(1, tokens) * len(sums)
         if self._balance.load:
@@ -209,10 +210,9 @@ class Routers(StepPart):
 
     def _totals(self) -> torch.Tensor:
         """The router statistics of the step by layer, summed over ranks: token counts and
-        probability sums of each expert, and the two losses, undivided. fp64 [L, 2 E + 2], in which
-        counts are exact.
-        """
+        probability sums of each expert, and the two losses, undivided; fp64 [L, 2 E + 2]."""
         shape = len(self._config.layers), 2 * self._config.num_experts + 2
+        # fp64, in which counts are exact.
         sums = torch.zeros(shape, dtype=torch.float64, device=self._ranks.device)
         for collector in self._collectors:
             for router, statistics in collector.statistics.items():
@@ -289,13 +289,16 @@ class RouterStatsCollector:
             load = load_balancing_loss(grad_RE, shares_RE)
             losses = torch.stack((load, z_loss(stats.squares_R.detach())))
             sums = (stats.counts_RE.sum(0), shares_RE.sum(0), losses)
+            # fp64 holds every count; fp32 holds those up to 2^24.
             self.statistics[router] = torch.cat([part.double() for part in sums])
         return AuxLossGradient(self._load * grad_RE, self._z) if self.has_aux_loss else None
 
 
 def _all_reduce(counts: torch.Tensor, group: dist.ProcessGroup | None) -> torch.Tensor:
+    # Ranks that share packed sequences have equally many: all of them skip an empty all-reduce.
     if group is None or not counts.numel():
         return counts
+    # A copy: the statistics are sums of this rank's own counts.
     total = counts.contiguous().clone()
     dist.all_reduce(total, group=group)
     return total

@@ -55,7 +55,8 @@ def select_token_dispatcher(
 
 
 def _require(group: dist.ProcessGroup, device: torch.device) -> None:
-    """Check this rank too: the check before the start only sees the launching machine."""
+    """Check this rank too."""
+    # The check before the start only sees the launching machine.
     mend = "  Write model.ep_dispatch: alltoall, or leave it out."
     if find_spec(PACKAGE) is None:
         raise CapabilityError(

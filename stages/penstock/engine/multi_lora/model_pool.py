@@ -239,6 +239,7 @@ class ModelPool:
     def load_base(self) -> None:
         self.deactivate()
         factors = self.substrate.factors
+        # Whatever the scale is now, products of zeros add nothing to the base.
         zeros = [torch.zeros_like(local(factor.parameter.detach())) for factor in factors]
         self.substrate.load_params(factors, zeros)
 

@@ -82,6 +82,7 @@ def _step(residents: ModelPool, resident: TenantModel, adam_params: AdamParams) 
     resident.step += 1
     relora, adapter = substrate.built.engine.part(ReLoRA), resident.adapter
     if relora and adapter and relora.is_due(resident.step):
+        # The step's own has the optimizer and the seed of the base, not those of a client's model.
         relora = replace(relora, optimizer=resident.optimizer, seed=adapter.seed)
         relora.merge(resident.step)
         substrate.reshard()

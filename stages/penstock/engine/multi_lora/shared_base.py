@@ -135,6 +135,7 @@ class SharedBase:
         self, params: Sequence[LocalParam], device: torch.device | None = None
     ) -> list[torch.Tensor]:
         """Copies of this rank's shards of parameters, on their device or another."""
+        # copy=True: on its own device `to` would return the shard, which the next model overwrites.
         return [local(param.parameter.detach()).to(device, copy=True) for param in params]
 
     @torch.no_grad()

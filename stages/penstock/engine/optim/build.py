@@ -111,6 +111,7 @@ def build_rounding(params: Sequence[LocalParam], seed: int) -> Rounding:
     def of(parameter: nn.Parameter, step: int) -> tuple[list[RowKeys], int]:
         shards = pieces[parameter]
         runs = [run for piece in shards for run in _runs(piece, f"{seed}:{step}")]
+        # Fused tensors lie below one another: all begin at the same column.
         return runs, shards[0].offsets[-1] if len(shards[0].sizes) > 1 else 0
 
     return of

@@ -30,6 +30,7 @@ class ChangedWeights(StepPart):
             for param in self._params:
                 if param.parameter.grad is not None:
                     with_gradient = _sample(param.parameter.grad) != 0
+                    # A copy: the sample is a view of weights that the optimizer changes in place.
                     self._before.append((param, _sample(param.parameter).clone(), with_gradient))
 
     @torch.no_grad()

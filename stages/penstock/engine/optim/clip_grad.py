@@ -27,6 +27,7 @@ def gradient_norm(params: Iterable[LocalParam], ranks: ProcessInfo) -> torch.Ten
             by_copies[param.num_replicas * piece.num_copies].append(piece.view(gradient))
     total = torch.zeros((), dtype=torch.float64, device=ranks.device)
     for copies, gradients in by_copies.items():
+        # Of 16-bit gradients norms would be rounded to 16 bits.
         norms = torch._foreach_norm(gradients, 2, dtype=torch.float32)
         # fp64: a square of an fp32 norm may overflow.
         squares = torch.stack(list(norms)).double().square().sum()

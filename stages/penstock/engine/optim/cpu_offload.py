@@ -30,6 +30,7 @@ class CPUOffloadedParams(StepPart):
         host_params: list[LocalParam] = []
         for param in trainable:
             copy = nn.Parameter(_empty_like(local(param.parameter.detach())))
+            # Else a gradient of another dtype could not be assigned (torch 2.13).
             copy.grad_dtype = param.parameter.grad_dtype
             host_params.append(replace(param, parameter=copy))
         return cls(trainable, host_params)
@@ -60,4 +61,5 @@ class CPUOffloadedParams(StepPart):
 
 
 def _empty_like(tensor: torch.Tensor) -> torch.Tensor:
+    # Copies to and from memory that is not pinned are not asynchronous.
     return torch.empty_like(tensor, device="cpu", pin_memory=uses_cuda())

@@ -175,6 +175,7 @@ def planned(have: Sequence[Sequence[tuple[str, list[Box]]]], at_once: int) -> li
     messages: list[Message] = []
     load = [0] * len(have)
     wave, room = -1, 0
+    # By name as well: every rank makes the same plan without a message.
     for name in sorted(order, key=lambda name: (order[name], name)):
         params = boxes_by_name[name]
         size = sum(box.numel for box in params)
@@ -315,6 +316,7 @@ class DistMuon:
         out = [[part for to, part in outgoing if to == rank] for rank in range(world)]
         expected = [[box for source, box in incoming if source == rank] for rank in range(world)]
         parts = [part.reshape(-1).to(device) for of_rank in out for part in of_rank]
+        # `cat` takes no empty list, and this rank may have nothing to send.
         empty = torch.empty(0, dtype=torch.bfloat16, device=device)
         # Sent as bytes, which every backend supports.
         sending = torch.cat([empty, *parts]).view(torch.uint8)

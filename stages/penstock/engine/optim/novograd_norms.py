@@ -27,6 +27,7 @@ class TensorNorms(Tensors):
         local_tensors = {
             (piece.tensor, piece.full_shape) for param in params for piece in param.shards
         }
+        # Sorted: the places of tensors in the all-reduced sums must be the same on all ranks.
         everywhere = sorted(local_tensors.union(*ranks.all_gather(sorted(local_tensors))))
         firsts: dict[str, int] = {}
         self._count = 0

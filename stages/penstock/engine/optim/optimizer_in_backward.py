@@ -29,6 +29,7 @@ class OptimizerInBackward(StepPart):
         self._optimizer, self._ranks, self._changes = optimizer, ranks, changes
         self._squares: list[torch.Tensor] = []
         for param in params:
+            # FSDP2 calls these hooks too, after its reduce-scatter (`foreach_reduce`, torch 2.13).
             param.parameter.register_post_accumulate_grad_hook(self._on_gradient(param))
 
     def norm(self) -> torch.Tensor:

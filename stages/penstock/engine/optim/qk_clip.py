@@ -120,9 +120,10 @@ class QKClip(StepPart):
 
 
 def _grouped_factors(config: DecoderConfig, gamma_N: torch.Tensor) -> dict[str, torch.Tensor]:
-    """Factors of rows by layer. Those of a query head and of its key head multiply to the head's
-    gamma; a key head has the square root of the smallest one of its query heads."""
+    """Factors of rows by layer."""
     gamma_KG = gamma_N.view(config.num_key_value_heads, -1)
+    # Those of a query head and of its key head multiply to the head's gamma; a key head has the
+    # square root of the smallest one of its query heads.
     key_K1 = gamma_KG.amin(1, keepdim=True).sqrt()
     of_q = (gamma_KG / key_K1).flatten().repeat_interleave(config.head_dim)
     of_k = key_K1.flatten().repeat_interleave(config.head_dim)
@@ -133,9 +134,10 @@ def _latent_factors(
     latent: LatentAttentionConfig, gamma_N: torch.Tensor
 ) -> dict[str, torch.Tensor]:
     """Factors of rows by layer in latent attention: the root of gamma for queries and keys without
-    RoPE, and gamma for queries with RoPE, because all heads share the key with RoPE."""
+    RoPE, and gamma for queries with RoPE."""
     root_N1, gamma_N1 = gamma_N.sqrt().unsqueeze(1), gamma_N.unsqueeze(1)
     root_Nn = root_N1.expand(-1, latent.nope_dim)
+    # All heads share the key with RoPE, so that their queries have all of gamma.
     of_q = torch.cat((root_Nn, gamma_N1.expand(-1, latent.rope_dim)), 1).flatten()
     of_kv = torch.cat((root_Nn, torch.ones_like(gamma_N1).expand(-1, latent.v_dim)), 1).flatten()
     return {"q_proj": of_q, "q_b_proj": of_q, "kv_b_proj": of_kv}

@@ -8,8 +8,8 @@ from penstock.core.files import read_json_object
 
 CONFIG = "adapter_config.json"
 
-# Others (PiSSA and the like) subtract a part of the base weights first, which no file contains.
-# LoRA initializations that leave the base weights unchanged.
+# LoRA initializations that leave the base weights unchanged. Others (PiSSA and the like) subtract a
+# part of them first, which no file contains.
 STARTS_BESIDE_BASE = (True, False, None, "gaussian", "eva", "orthogonal")
 
 UNSUPPORTED = {

@@ -36,6 +36,7 @@ def norms_for(
         for piece in param.shards
         if (factor := parse_lora_name(piece.tensor)) and factor.side == MAGNITUDE
     }
+    # Sorted: ranks share out the layers by their numbers, which must be the same on all.
     layers = sorted(set[str]().union(*ranks.all_gather(local_layers)))
     if not layers:
         return {}
@@ -54,6 +55,8 @@ def norms_for(
             squares: list[torch.Tensor] = []
             for first, end in row_blocks(stored.shape, stored.dtype):
                 rows = source.box(name, (first, 0), (end - first, stored.shape[1]))
+                # In fp64, so that the sizes of blocks and the order of their sums do not show in
+                # fp32.
                 squares.append(rows.double().square_().sum(dim))
             total = torch.stack(squares).sum(0) if dim == 0 else torch.cat(squares)
             norms_by_layer[layer] = total.sqrt_().float()

@@ -83,8 +83,9 @@ class AdapterStart:
         return stored[0]
 
     def _of_fused_experts(self, mixture: str, factor: LoraParamName) -> list[torch.Tensor | None]:
-        """PEFT's factors of an expert stack. PEFT wraps the second such parameter outermost."""
+        """PEFT's factors of an expert stack."""
         outer = self._names.hf_name(self._names.stack_parameter(f"{mixture}.experts"))
+        # PEFT wraps the second such parameter outermost.
         inner = f"{outer}.base_layer"
         has_inner = inner in self._folder.modules()
         module = inner if is_inner_expert_stack(factor.part, has_inner) else outer

@@ -87,6 +87,7 @@ class ReLoRA(StepPart):
         if not isinstance(factor, DTensor):
             return factor.float()
         # An offloaded shard is in host memory, where the group cannot gather it.
+        # With the shape, as from_local takes shards to be even where it has to infer one.
         reachable = DTensor.from_local(
             factor.to_local().to(self.ranks.device),
             factor.device_mesh,

@@ -79,6 +79,7 @@ class TransformersNames:
         transforms = get_model_conversion_mapping(model)
         renamings = [rule for rule in transforms if isinstance(rule, WeightRenaming)]
         own_names = dict.fromkeys(model.state_dict(), True)
+        # By the rules of `from_pretrained` (transformers 5.23), without those that change tensors.
         return {
             rename_source_key(name, renamings, [], model.base_model_prefix, own_names)[0]: name
             for name in self._names

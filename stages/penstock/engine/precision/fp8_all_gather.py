@@ -84,6 +84,7 @@ class Float8ShardedWeight(torch.Tensor):
     ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """What is all-gathered, and metadata that every rank already has."""
         del mesh, outer_size, outer_stride, module
+        # In the dtype in which the layer would get a weight that is gathered as it is.
         coded = self.rows.quantized(self.detach().to(mp_policy.param_dtype or self.dtype))
         # Collectives do not support float8.
         return (coded.codes.view(torch.uint8),), coded.scales
@@ -122,11 +123,13 @@ def enable_fp8_all_gather(
             weight = cast(DTensor, part.get_submodule(name).get_parameter("weight"))
             mesh = weight.device_mesh
             shards = mesh if mesh.ndim == 1 else mesh["shard"]
+            # Of uneven rows FSDP (torch 2.13) takes padded shards alone from these hooks.
             if weight.shape[0] % shards.size():
                 uneven.append(name)
                 continue
             _, offset = compute_local_shape_and_global_offset(weight.shape, mesh, weight.placements)
-            # It shares the memory.
+            # FSDP2 looks for all-gather hooks on `_local_tensor`, which DTensor has no public way
+            # to replace. The new one shares the memory.
             sharded = torch.Tensor._make_subclass(Float8ShardedWeight, weight._local_tensor)
             sharded.rows = Rows(offset[0], weight.shape[0], shards.get_group(), product)
             weight._local_tensor = sharded

@@ -166,6 +166,8 @@ class QuantizeOnLoad:
             for base, leaf in map(split_name, names)
             if leaf and self._formats[base].scales == "e4m3" and not self._published_source(base)
         }
+        # Sorted: each process has its own order of a set of strings, and ranks share names out by
+        # index.
         all_names = sorted(set[str]().union(*ranks.all_gather(local_names)))
         largest_here = {
             name: self._largest_of(name) for name in all_names[ranks.rank :: ranks.world_size]
@@ -199,7 +201,9 @@ class QuantizeOnLoad:
         rows, columns = self._shape(name)
         source = self._published_source(name)
         tall = (source[0].format if source else self._formats[name]).tile_rows
+        # Whole tiles, which share a scale.
         step = max(STRETCH // (4 * columns) // tall, 1) * tall
+        # One block at least: a box without rows takes its width and dtype from it.
         return [
             range(start, min(start + step, rows))
             for start in range(first // step * step, max(end, 1), step)

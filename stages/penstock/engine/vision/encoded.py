@@ -74,9 +74,11 @@ def tower_digest(tower: VisionTower, *, projected: bool) -> str:
     hf_config = {
         name: value for name, value in tower.config.hf_config.items() if name not in IGNORED
     }
+    # Sorted: no feature depends on the order of config.json's entries.
     digest = sha256(json.dumps(hf_config, sort_keys=True, default=str).encode())
     for name, parameter in sorted(tower.named_parameters()):
         if projected or not tower.config.is_projector(name):
             digest.update(f"{name} {tuple(parameter.shape)}".encode())
+            # `load_tower` has them in fp32: NumPy has no bfloat16.
             digest.update(parameter.detach().cpu().contiguous().numpy().data)
     return digest.hexdigest()

@@ -48,6 +48,7 @@ class ImageShares:
         """The features of all ranks, `counts[i]` of rank i, of each kind [F, D]; `tensors` may have
         more than are this rank's, of a blank image."""
         most = max(counts)
+        # All kinds side by side, for one collective; it needs equal sizes, hence the padding.
         mine_FD = torch.cat([*tensors], dim=-1)[: counts[self.index]]
         padded_MD = F.pad(mine_FD, (0, 0, 0, most - len(mine_FD)))
         all_GD = copy_to_tp_region(padded_MD, self.group, "split")

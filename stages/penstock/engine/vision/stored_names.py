@@ -30,6 +30,8 @@ def checkpoint_names(stored: Iterable[str], tower: VisionTower) -> Mapping[str, 
     for source in stored:
         if is_language(source):
             continue
+        # By the rules with which `from_pretrained` finds the parameter of a tensor (transformers
+        # 5.23).
         name, pattern = rename_source_key(source, renamings, converters, prefix, own_names)
         if pattern is not None:
             raise CapabilityError(

@@ -1,7 +1,7 @@
 """Activation memory: tensors saved for backward by each layer, in bytes per micro-batch. No torch.
 
-T tokens, D hidden size, N query heads, K key heads, H head dim, F intermediate size; each on one
-rank. The saved tensors follow the modules in `penstock.models.layers`, line by line.
+The saved tensors follow the modules in `penstock.models.layers`, line by line, as Korthikanti et
+al. 2022, "Reducing activation recomputation in large transformer models", count them.
 """
 
 from dataclasses import dataclass
@@ -95,12 +95,9 @@ def _counted(sharded: ShardedModel, config: AutoModelConfig, number: int) -> Lay
     per_token, pair = saved[min(number, len(saved) - 1)]
     document = min(sharded.run.data.row_length, LONG_DOCUMENT)
     saved_bytes = tokens * (per_token + pair * document)
-    layer_adapters = (
-        adapter
-        for adapter in sharded.model.adapters
-        if adapter.native.startswith(f"{LAYERS}{number}.")
-    )
-    lora = sharded.run.lora.lora_rank * width * tokens * sum(1 for _ in layer_adapters)
+    prefix = f"{LAYERS}{number}."
+    adapters = sum(adapter.native.startswith(prefix) for adapter in sharded.model.adapters)
+    lora = sharded.run.lora.lora_rank * width * tokens * adapters
     gradients = tokens * width * 2 * (config.intermediate_size + config.hidden_size)
     return Layer(saved_bytes + lora, 0.0, 0.0, gradients, tokens * config.hidden_size * width)
 
@@ -117,10 +114,10 @@ class _SavedInputs:
     def __init__(self, sharded: ShardedModel, layer: int) -> None:
         self._sharded = sharded
         self._all_trainable = not sharded.run.lora.enable_lora
-        adapters = sharded.model.adapters
-        prefix = f"model.layers.{layer}."
         self._adapted = {
-            _layer_name(adapter) for adapter in adapters if adapter.native.startswith(prefix)
+            _layer_name(adapter)
+            for adapter in sharded.model.adapters
+            if adapter.native.startswith(f"{LAYERS}{layer}.")
         }
 
     def num_copies(self, *parts: str) -> int:
@@ -134,19 +131,24 @@ class _SavedInputs:
         return count * sharded.tokens * sharded.run.lora.lora_rank * sharded.compute_bytes
 
 
-def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: DecoderConfig) -> float:
-    width, tokens = sharded.compute_bytes, sharded.tokens
-    tensor = sharded.degrees.tensor
-    if config.latent:
-        return _latent_attention(sharded, saved_inputs, config.latent)
-    heads = config.num_attention_heads / tensor
-    keys = max(1.0, config.num_key_value_heads / tensor)
-    row = config.head_dim * tokens
-    within = 2 if sharded.run.model.attention_cast_bf16 else width
+def _attention_bytes(sharded: ShardedModel) -> int:
+    """Bytes per element of saved q, k, v and attention output."""
     if sharded.kind == "cpu":
         # CPU attention computes in fp32 and saves q, k, v in fp32; long documents, which are
         # chunked and save less, are counted like short ones.
-        within = FP32
+        return FP32
+    return 2 if sharded.run.model.attention_cast_bf16 else sharded.compute_bytes
+
+
+def _attention(sharded: ShardedModel, saved_inputs: _SavedInputs, config: DecoderConfig) -> float:
+    if config.latent:
+        return _latent_attention(sharded, saved_inputs, config.latent)
+    width, tokens, tensor = sharded.compute_bytes, sharded.tokens, sharded.degrees.tensor
+    heads = config.num_attention_heads / tensor
+    keys = max(1.0, config.num_key_value_heads / tensor)
+    row, within = config.head_dim * tokens, _attention_bytes(sharded)
+    # q, output, k and v, and the log-sum-exp of each row, from which the backward pass recomputes
+    # the scores (Dao et al. 2022, "FlashAttention").
     saved = row * within * 2 * (heads + keys) + tokens * heads * FP32
     projected = row * width * (heads + 2 * keys)
     if config.qk_norm:
@@ -172,9 +174,7 @@ def _latent_attention(
     selects."""
     config, width, tokens = sharded.config, sharded.compute_bytes, sharded.tokens
     heads = config.num_attention_heads / sharded.degrees.tensor
-    within = 2 if sharded.run.model.attention_cast_bf16 else width
-    if sharded.kind == "cpu":
-        within = FP32
+    within = _attention_bytes(sharded)
     # Keys are gathered from the ranks that share a document.
     sequence_tokens = tokens * sharded.degrees.ring * sharded.degrees.ulysses
     selects = latent.indexer is not None and sequence_tokens > latent.indexer.top_k
@@ -214,37 +214,35 @@ def _state_layer(
     return total + saved_inputs.lora_a_bytes(*linear.input_layers, *inner, output)
 
 
+def _saved_per_feature(sharded: ShardedModel, saved_inputs: _SavedInputs) -> int:
+    """Saved values of an intermediate feature: gate and up outputs; on CPUs the activated gate;
+    their product if down_proj trains. Without a gate: the up output, and the activated one if
+    down_proj trains."""
+    activated = 1 + sharded.config.gated * (1 + (sharded.kind == "cpu"))
+    return activated + saved_inputs.num_copies("down_proj")
+
+
 def _network(sharded: ShardedModel, saved_inputs: _SavedInputs, features: float) -> float:
-    """Saved: gate and up outputs; on CPUs the activated gate; their product if down_proj trains.
-    Without a gate: the up output, and the activated one if down_proj trains."""
-    per_feature = 1 + sharded.config.gated * (1 + (sharded.kind == "cpu"))
-    per_feature += saved_inputs.num_copies("down_proj")
+    per_feature = _saved_per_feature(sharded, saved_inputs)
     saved = sharded.tokens * features * sharded.compute_bytes * per_feature
     return saved + saved_inputs.lora_a_bytes(*GATE_UP, "down_proj")
 
 
 def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _SavedInputs) -> float:
     """Saved by balanced experts: the permuted token copies, if a trainable linear layer reads them;
-    gate and up outputs; their product, if down_proj trains; the expert outputs; without a gate as
-    in `_network`. Routers save fp32 scores and, if trainable, their input. A gate of the shared
-    experts saves their output, and the projection after latent ones its input, if it trains."""
+    `_saved_per_feature`; the expert outputs. Routers save fp32 scores and, if trainable, their
+    input. A gate of the shared experts saves their output, and the projection after latent ones its
+    input, if it trains."""
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows, features = tokens * experts.experts_per_token, experts.latent_size or config.hidden_size
     row = rows * width * features
     saved = row * saved_inputs.num_copies("gate_proj", "up_proj")
-    saved += (
-        tokens * experts.latent_size * width * saved_inputs.num_copies(experts.names.latent_out)
-    )
-    per_feature = 1 + config.gated * (1 + (sharded.kind == "cpu"))
-    per_feature += saved_inputs.num_copies("down_proj")
-    saved += (
-        per_feature
-        * width
-        * (rows * experts.intermediate_size + tokens * experts.shared_intermediate_size)
-    )
-    saved += (
-        saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj") * experts.experts_per_token
-    )
+    latent_inputs = saved_inputs.num_copies(experts.names.latent_out)
+    saved += tokens * experts.latent_size * width * latent_inputs
+    inner = rows * experts.intermediate_size + tokens * experts.shared_intermediate_size
+    saved += _saved_per_feature(sharded, saved_inputs) * width * inner
+    lora_a_bytes = saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj")
+    saved += lora_a_bytes * experts.experts_per_token
     if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
         # index_select saves 8 bytes of an index for each row, and masked_fill 1 of a mask.
@@ -252,15 +250,12 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
     else:
         saved += row
     saved += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
+    # A router's matmul in fp32 saves the cast copy of its input.
     if saved_inputs.num_copies("gate") and not sharded.run.model.freeze_router:
         saved += tokens * config.hidden_size * (FP32 if sharded.run.model.router_fp32 else width)
     if experts.shared_intermediate_size:
-        saved += (
-            tokens
-            * width
-            * config.hidden_size
-            * (saved_inputs.num_copies("gate_proj", "up_proj") + experts.shared_gate)
-        )
+        shared = saved_inputs.num_copies("gate_proj", "up_proj") + experts.shared_gate
+        saved += tokens * width * config.hidden_size * shared
     return saved
 
 

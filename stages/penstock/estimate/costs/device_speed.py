@@ -87,24 +87,22 @@ def build_cpu_machine(measured: Mapping[str, Any] | None, local_ranks: int) -> M
 
 def find_machine(name: str, *, local: int = DEVICES_PER_NODE) -> Machine:
     """An accelerator by name. Raises ConfigError for an unknown one."""
-    device = find_device(name)
-    measured = read_measurements().get(name)
-    if device is None and measured is None:
+    device, measured = find_device(name), read_measurements().get(name)
+    link = device.link if device else Machine.link
+    if measured:
+        speeds: dict[Precision, float] = {"fp32": measured["fp32"], "bf16": measured["bf16"]}
+        memory = device.memory if device else measured.get("memory")
+        bandwidth = measured["bandwidth"]
+        return Machine(name, "cuda", speeds, bandwidth, "measured", memory, link, local)
+    if device is None:
         raise ConfigError(
             f"{name} is not known, so neither is how fast it is.\n"
             f"  Known are {', '.join(sorted(DEVICES))}; on a machine that has it, penstock doctor "
             "--measure tells."
         )
-    memory = device.memory if device else None
-    link = device.link if device else 10 * GB
-    if measured:
-        speeds: dict[Precision, float] = {"fp32": measured["fp32"], "bf16": measured["bf16"]}
-        bandwidth, memory = measured["bandwidth"], memory or measured.get("memory")
-        return Machine(name, "cuda", speeds, bandwidth, "measured", memory, link, local)
-    assert device
     precisions: tuple[Precision, ...] = ("fp32", "bf16", "fp8")
     speeds = {precision: speed for precision in precisions if (speed := device.peak(precision))}
-    return Machine(name, "cuda", speeds, device.bandwidth, "tabled", memory, link, local)
+    return Machine(name, "cuda", speeds, device.bandwidth, "tabled", device.memory, link, local)
 
 
 def read_measurements() -> Mapping[str, dict[str, Any]]:

@@ -3,8 +3,10 @@
 from dataclasses import dataclass, replace
 from math import ceil
 
+from penstock.config.schema.train import TrainConfig
+from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.estimate.costs.optimizer_states import saved_bytes
-from penstock.estimate.costs.param_sizes import Tensor, list_tensors, list_vision_tensors
+from penstock.estimate.costs.param_sizes import list_tensors, list_vision_tensors
 from penstock.estimate.costs.sharded_model import WIDTHS, ShardedModel
 from penstock.estimate.costs.token_counts import Data
 
@@ -35,45 +37,29 @@ def estimate_disk(
     sharded: ShardedModel, data: Data | None, steps: int | None, epochs: float
 ) -> Disk:
     """Estimate disk space, for all ranks together."""
-    unsharded, vision = _unsharded_tensors(sharded)
-    saved = [
-        tensor for tensor in unsharded if tensor.is_trainable or not sharded.saves_only_adapters
-    ]
-    saved += [tensor for tensor in vision if tensor.is_trainable]
-    unsharded += vision
-    checkpoint = sum(_tensor_bytes(tensor) for tensor in saved)
-    if sharded.run.train.save_optimizer:
-        checkpoint += sum(
-            saved_bytes(sharded.run.train, tensor) for tensor in unsharded if tensor.is_trainable
-        )
-    export = sharded.run.export
-    width = WIDTHS.get(export.dtype, 4 if not sharded.run.model.model_path else 2)
-    adapters = sum(_tensor_bytes(tensor) for tensor in unsharded if tensor.is_trainable)
-    exported = float(sum(tensor.num_elements * width for tensor in unsharded))
-    if sharded.run.lora.enable_lora:
-        merges = export.merge_lora and not sharded.run.lora.save_lora_only
-        base = sum(tensor.num_elements * width for tensor in unsharded if not tensor.is_trainable)
-        exported = adapters + (base if merges else 0)
-    tokens = data.tokens if data else None
-    data_bytes = None if tokens is None else float(tokens * BYTES_PER_TOKEN)
-    return Disk(
-        checkpoint, _num_checkpoints(sharded, steps, epochs), exported, data_bytes, data_bytes
-    )
+    run = sharded.run
+    unsharded = replace(sharded, degrees=ParallelDims())
+    language, vision = list_tensors(unsharded), list_vision_tensors(unsharded)
+    tensors = [*language, *vision]
+    trainable = [tensor for tensor in tensors if tensor.is_trainable]
+    saved = trainable
+    if not sharded.saves_only_adapters:
+        saved = [*language, *(tensor for tensor in vision if tensor.is_trainable)]
+    checkpoint = sum(tensor.local_bytes for tensor in saved)
+    if run.train.save_optimizer:
+        checkpoint += sum(saved_bytes(run.train, tensor) for tensor in trainable)
+    width = WIDTHS.get(run.export.dtype, 2 if run.model.model_path else 4)
+    exported = float(sum(tensor.num_elements * width for tensor in tensors))
+    if run.lora.enable_lora:
+        merges = run.export.merge_lora and not run.lora.save_lora_only
+        base = sum(tensor.num_elements * width for tensor in tensors if not tensor.is_trainable)
+        exported = sum(tensor.local_bytes for tensor in trainable) + (base if merges else 0)
+    data_bytes = float(data.tokens * BYTES_PER_TOKEN) if data else None
+    checkpoints = _num_checkpoints(run.train, steps, epochs)
+    return Disk(checkpoint, checkpoints, exported, data_bytes, data_bytes)
 
 
-def _unsharded_tensors(sharded: ShardedModel) -> tuple[list[Tensor], list[Tensor]]:
-    """All tensors without sharding: those of the language model, and those of a vision part."""
-    alone = replace(sharded.degrees, pipeline=1, replicate=1, shard=1, ring=1, ulysses=1)
-    alone = replace(sharded, degrees=replace(alone, tensor=1, expert=1))
-    return list_tensors(alone), list_vision_tensors(alone)
-
-
-def _tensor_bytes(tensor: Tensor) -> float:
-    return tensor.num_elements * tensor.width
-
-
-def _num_checkpoints(sharded: ShardedModel, steps: int | None, epochs: float) -> int | None:
-    train = sharded.run.train
+def _num_checkpoints(train: TrainConfig, steps: int | None, epochs: float) -> int | None:
     if steps is None:
         return None
     saved = 1

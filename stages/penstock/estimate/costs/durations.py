@@ -72,11 +72,10 @@ class Step:
         """Total seconds."""
         return sum(getattr(self, field.name) for field in fields(self))
 
-    def add(self, other: "Step") -> "Step":
-        """The sum of both."""
-        return Step(
-            *(getattr(self, field.name) + getattr(other, field.name) for field in fields(self))
-        )
+    def __add__(self, other: "Step") -> "Step":
+        """Add each part."""
+        names = [field.name for field in fields(self)]
+        return Step(**{name: getattr(self, name) + getattr(other, name) for name in names})
 
 
 def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step | None:
@@ -85,41 +84,29 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
     speed, bandwidth = machine.speed(sharded.compute_bytes), machine.bandwidth
     if not speed or not bandwidth:
         return None
-    ranks = sharded.degrees.world_size
-    flops = step_flops(sharded.config, work, learning=sharded.model.trainable)
-    products = (flops + _recompute_flops(sharded, work)) / ranks / speed
-    if sharded.run.train.enable_fp8_training and (fp8_speed := machine.speed(1)):
-        inner = step_flops(
-            sharded.config, Work(work.tokens, 0, 0, 0), learning=sharded.model.trainable
-        )
-        products += inner / ranks * (1 / fp8_speed - 1 / speed)
+    run, degrees, trainable = sharded.run, sharded.degrees, sharded.model.trainable
+    flops = step_flops(sharded.config, work, learning=trainable)
+    products = (flops + _recompute_flops(sharded, work)) / degrees.world_size / speed
+    if run.train.enable_fp8_training and (fp8_speed := machine.speed(1)):
+        inner = step_flops(sharded.config, Work(work.tokens, 0, 0, 0), learning=trainable)
+        products += inner / degrees.world_size * (1 / fp8_speed - 1 / speed)
     if vision := sharded.model.vision:
         # Pipeline stages wait for the first one, whose ranks divide the images.
-        rows = sharded.micro_batches * sharded.run.train.micro_batch_size
-        first_stage = sharded.degrees.tensor * sharded.degrees.ring * sharded.degrees.ulysses
-        products += vision.flops(rows) / first_stage / speed
-    num_micro_batches = sharded.micro_batches
-    layers = local_layers(sharded, 0)
-    saved = sum(select_layer(sharded, number).whole for number in layers)
-    recompute_factor = 1.5 if sharded.run.train.enable_gradient_checkpointing else 1.0
-    memory = ACTIVATION_PASSES * recompute_factor * saved * num_micro_batches / bandwidth
-    if sharded.kind == "cuda":
-        # Small layers are bound by kernel launch overhead.
-        memory = max(
-            memory,
-            recompute_factor * LAUNCH_OVERHEAD_SECONDS * len(layers) * num_micro_batches - products,
-        )
+        rows = sharded.micro_batches * run.train.micro_batch_size
+        products += vision.flops(rows) / (degrees.tensor * degrees.context) / speed
+    factor = 1.5 if run.train.enable_gradient_checkpointing else 1.0
+    passes, launching = ACTIVATION_PASSES * factor, LAUNCH_OVERHEAD_SECONDS * factor
+    memory = _memory_seconds(sharded, bandwidth, products, passes, launching)
     compute_seconds = products + memory
-    counts = STEP_AGAIN if sharded.run.train.enable_gradient_checkpointing else STEP
+    counts = STEP_AGAIN if run.train.enable_gradient_checkpointing else STEP
     communication = _exposed_data_parallel(sharded, machine, compute_seconds)
-    communication += _layer_communication(sharded, machine, len(layers), counts) * num_micro_batches
+    communication += _layer_communication(sharded, machine, counts)
     bubble = (compute_seconds + communication) * _bubble_share(sharded)
     step = Step(products, memory, communication, bubble, _optimizer_seconds(sharded, bandwidth))
-    run = sharded.run
     if run.train.objective == "preference" and run.preference.needs_baseline:
         baseline_pass = estimate_forward(sharded, machine, work)
         assert baseline_pass is not None
-        return step.add(baseline_pass)
+        return step + baseline_pass
     return step
 
 
@@ -129,25 +116,36 @@ def estimate_forward(sharded: ShardedModel, machine: Machine, work: Work) -> Ste
     speed, bandwidth = machine.speed(sharded.compute_bytes), machine.bandwidth
     if not speed or not bandwidth:
         return None
-    num_micro_batches, layers = sharded.micro_batches, local_layers(sharded, 0)
     products = forward_flops(sharded.config, work) / sharded.degrees.world_size / speed
-    saved = sum(select_layer(sharded, number).whole for number in layers)
-    memory = FORWARD_ACTIVATION_PASSES * saved * num_micro_batches / bandwidth
-    if sharded.kind == "cuda":
-        memory = max(
-            memory, LAUNCH_OVERHEAD_SECONDS / 3 * len(layers) * num_micro_batches - products
-        )
+    passes, launching = FORWARD_ACTIVATION_PASSES, LAUNCH_OVERHEAD_SECONDS / 3
+    memory = _memory_seconds(sharded, bandwidth, products, passes, launching)
     compute_seconds = products + memory
     gathering = (
-        _all_gather_seconds(sharded, machine, num_micro_batches) if sharded.is_sharded else 0.0
+        _all_gather_seconds(sharded, machine, sharded.micro_batches) if sharded.is_sharded else 0.0
     )
-    communication = max(gathering - compute_seconds, EXPOSED_SHARE * gathering)
-    communication += (
-        _layer_communication(sharded, machine, len(layers), FORWARD) * num_micro_batches
-    )
-    return Step(
-        products, memory, communication, (compute_seconds + communication) * _bubble_share(sharded)
-    )
+    communication = _exposed(gathering, compute_seconds)
+    communication += _layer_communication(sharded, machine, FORWARD)
+    bubble = (compute_seconds + communication) * _bubble_share(sharded)
+    return Step(products, memory, communication, bubble)
+
+
+def _memory_seconds(
+    sharded: ShardedModel, bandwidth: float, products: float, passes: float, launching: float
+) -> float:
+    """Seconds of memory-bound operations beside `products` seconds of matmuls: `passes` over saved
+    activations; on GPUs at least what it takes to launch a layer's kernels in `launching` seconds,
+    which small layers are bound by."""
+    layers, num_micro_batches = local_layers(sharded, 0), sharded.micro_batches
+    saved = sum(select_layer(sharded, number).whole for number in layers)
+    seconds = passes * saved * num_micro_batches / bandwidth
+    if sharded.kind == "cuda":
+        return max(seconds, launching * len(layers) * num_micro_batches - products)
+    return seconds
+
+
+def _exposed(seconds: float, compute_seconds: float) -> float:
+    """Seconds of communication that is not overlapped with compute."""
+    return max(seconds - compute_seconds, EXPOSED_SHARE * seconds)
 
 
 def _recompute_flops(sharded: ShardedModel, work: Work) -> float:
@@ -164,11 +162,8 @@ def _recompute_flops(sharded: ShardedModel, work: Work) -> float:
 
 def _link_bandwidth(machine: Machine, ranks: int, inner: int) -> float:
     """Bytes per second among `ranks` ranks with a stride of `inner` ranks."""
-    return (
-        machine.link
-        if ranks * inner <= machine.ranks_per_node
-        else min(machine.link, NETWORK_BANDWIDTH)
-    )
+    is_local = ranks * inner <= machine.ranks_per_node
+    return machine.link if is_local else min(machine.link, NETWORK_BANDWIDTH)
 
 
 def _exposed_data_parallel(
@@ -180,54 +175,46 @@ def _exposed_data_parallel(
     inner = degrees.tensor * degrees.context
     gradients = sum(t.num_elements * 4 for t in tensors if t.is_trainable)
     if sharded.is_sharded:
-        shards = sharded.shards
+        shards, copies = sharded.shards, degrees.replicate
         # A forward and a backward pass each gather what is not kept since the one before.
-        times = {"nothing": 2 * num_micro_batches, "backward": num_micro_batches, "step": 1}[
-            sharded.reshard_after
-        ]
-        seconds = _all_gather_seconds(sharded, machine, times)
-        scatters = num_micro_batches
-        if sharded.run.train.resolved_gradient_sync == "step":
-            scatters = 1
+        gathers = {"nothing": 2 * num_micro_batches, "backward": num_micro_batches, "step": 1}
+        seconds = _all_gather_seconds(sharded, machine, gathers[sharded.reshard_after])
+        reduced_once = sharded.run.train.resolved_gradient_sync == "step"
+        scatters = 1 if reduced_once else num_micro_batches
         share = (shards - 1) / shards
         seconds += scatters * share * gradients / _shard_bandwidth(sharded, machine)
-        copies = degrees.replicate
         reduced = gradients / shards
     else:
-        seconds = 0.0
-        copies, reduced = degrees.num_replicas * degrees.context, gradients
+        seconds, shards, reduced = 0.0, 1, gradients
+        copies = degrees.num_replicas * degrees.context
     if copies > 1:
-        speed = _link_bandwidth(
-            machine, copies * (sharded.shards if sharded.is_sharded else 1), inner
-        )
+        speed = _link_bandwidth(machine, copies * shards, inner)
         # A ring all-reduce: a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes.
         seconds += 2 * (copies - 1) / copies * reduced / speed
-    return max(seconds - compute_seconds, EXPOSED_SHARE * seconds)
+    return _exposed(seconds, compute_seconds)
 
 
 def _all_gather_seconds(sharded: ShardedModel, machine: Machine, times: int) -> float:
     """Seconds of `times` all-gathers of all weights over the FSDP shards."""
     weights = sum(tensor.gathered_bytes for tensor in list_tensors(sharded))
-    return (
-        (sharded.shards - 1) / sharded.shards * weights * times / _shard_bandwidth(sharded, machine)
-    )
+    share = (sharded.shards - 1) / sharded.shards
+    return share * weights * times / _shard_bandwidth(sharded, machine)
 
 
 def _shard_bandwidth(sharded: ShardedModel, machine: Machine) -> float:
-    inner = sharded.degrees.tensor * sharded.degrees.context
-    return _link_bandwidth(
-        machine, sharded.shards, 1 if sharded.shards > sharded.degrees.shard else inner
-    )
+    degrees = sharded.degrees
+    # Context-parallel ranks that hold shards too lie between those of the shard axis.
+    inner = 1 if sharded.shards > degrees.shard else degrees.tensor * degrees.context
+    return _link_bandwidth(machine, sharded.shards, inner)
 
 
-def _layer_communication(
-    sharded: ShardedModel, machine: Machine, layers: int, times: CollectiveCounts
-) -> float:
-    """Seconds of communication within the layers for one micro-batch (TP, Ulysses, ring, EP)."""
+def _layer_communication(sharded: ShardedModel, machine: Machine, times: CollectiveCounts) -> float:
+    """Seconds of communication within the layers (TP, Ulysses, ring, EP)."""
     degrees, config, width = sharded.degrees, sharded.config, sharded.compute_bytes
     stream = sharded.tokens * config.hidden_size * width
-    seconds = 0.0
+    layers, seconds = len(local_layers(sharded, 0)), 0.0
     if degrees.tensor > 1:
+        # An all-reduce, or with sequence parallelism its two halves, which move as much.
         share = 2 * (degrees.tensor - 1) / degrees.tensor
         speed = _link_bandwidth(machine, degrees.tensor, 1)
         seconds += layers * times.sums * share * stream / speed
@@ -256,7 +243,7 @@ def _layer_communication(
         sparse = len(config.experts.layers) / config.num_layers * layers
         speed = _link_bandwidth(machine, degrees.expert, 1)
         seconds += sparse * 2 * times.exchanges * share * sent / speed
-    return seconds
+    return seconds * sharded.micro_batches
 
 
 def _bubble_share(sharded: ShardedModel) -> float:
@@ -270,7 +257,8 @@ def _bubble_share(sharded: ShardedModel) -> float:
     waits = (size - 1) / sharded.micro_batches
     if schedule in INTERLEAVED:
         waits /= virtual_stages(train)
-    # With a split backward pass, weight gradients fill most of the bubble.
+    # With a split backward pass, weight gradients fill most of the bubble (Qi et al. 2023, "Zero
+    # bubble pipeline parallelism").
     return waits / 3 if schedule in SPLIT_BACKWARD else waits
 
 

@@ -93,12 +93,12 @@ def predict(
     epochs = float(run.train.num_train_epochs)
     if length and data and length.set_by != "num_train_epochs":
         epochs = length.tokens * len(data.epoch_rows) / max(1, data.tokens)
-    forward = (
-        estimate_forward(sharded, machine, work) if "reference" in run.stages and data else None
-    )
-    unread = None
-    if "reference" in run.stages and data and length:
-        unread = unread_rows_line(length.steps * rows, data.rows, length.set_by)
+    reference_seconds = unread_rows = None
+    if "reference" in run.stages and data:
+        if forward := estimate_forward(sharded, machine, work):
+            reference_seconds = forward.total * data.rows / rows
+        if length:
+            unread_rows = unread_rows_line(length.steps * rows, data.rows, length.set_by)
     return Prediction(
         degrees=degrees,
         machine=machine,
@@ -110,6 +110,6 @@ def predict(
         + (model.vision.flops(rows) if model.vision else 0.0),
         length=length,
         disk=estimate_disk(sharded, data, length.steps if length else None, epochs),
-        reference_seconds=forward.total * data.rows / rows if forward and data else None,
-        unread_rows=unread,
+        reference_seconds=reference_seconds,
+        unread_rows=unread_rows,
     )

@@ -8,9 +8,9 @@ import csv
 import io
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import partial
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -22,6 +22,9 @@ from penstock.core.sources.megatron_files import DATA, INDEX
 
 SAMPLE_BYTES = 1 << 18
 """Bytes read from each source."""
+
+RECORD_START = re.compile(r"[^ \t\r\n,\[]")
+"""What is neither the opening bracket of an array nor a separator of records."""
 
 MESSAGE_KEYS = {"role", "from"}
 
@@ -42,14 +45,6 @@ class FileSizes:
     """Tokens of the longest record read, rounded up to a power of two."""
     longest_record: int = 0
     """The same without rounding."""
-
-
-@dataclass(frozen=True)
-class _FirstRecords:
-    """The records at the start of a file: their bytes in total, and the text bytes of each."""
-
-    size: int
-    texts: list[int]
 
 
 def estimate_samples(
@@ -85,13 +80,14 @@ def _estimate_source(
         documents = _document_tokens(source)
         return sum(documents), len(documents), max(documents, default=0)
     size = sum(file["bytes"] for file in files)
-    first = _first_records(source.paths[0]) if source.paths else None
-    if first is None:
+    records = _first_records(source.paths[0]) if source.paths else []
+    if not records:
         tokens = size / per_token
         return tokens, tokens / ASSUMED_SAMPLE_TOKENS, ASSUMED_SAMPLE_TOKENS
-    times = size / first.size
-    tokens = times * sum(first.texts) / per_token
-    return tokens, times * len(first.texts), max(first.texts) / per_token
+    times = size / records[-1][0]
+    text_bytes = [num_bytes for _, num_bytes in records]
+    tokens = times * sum(text_bytes) / per_token
+    return tokens, times * len(records), max(text_bytes) / per_token
 
 
 def bytes_per_token(vocab_size: int) -> float:
@@ -122,38 +118,34 @@ def _document_tokens(source: Source) -> list[int]:
     return lengths
 
 
-def _first_records(path: Path) -> _FirstRecords | None:
-    """Read the records at the start of a text file (JSON, CSV, plain text).
+Records = Iterator[tuple[int, int]]
+"""(end offset in bytes, bytes of text) of each record."""
 
-    None for other files, and if the first record is longer than `SAMPLE_BYTES`.
+
+def _first_records(path: Path) -> list[tuple[int, int]]:
+    """The `Records` at the start of a text file (JSON, CSV, plain text).
+
+    None of other files, nor if the first record is longer than `SAMPLE_BYTES`.
     """
     kind = detect_file_kind(path.name)
     if kind not in ("json", "csv", "text") or detect_compression(path.name):
-        return None
+        return []
     try:
         with path.open("rb") as file:
             raw = file.read(SAMPLE_BYTES)
     except OSError:
-        return None
+        return []
     # The last line of what was read is cut off, unless the file ends there.
     lines = raw if len(raw) < SAMPLE_BYTES else raw[: raw.rfind(b"\n") + 1]
-    read = {"json": _json_texts, "csv": _csv_texts, "text": _line_texts}[kind]
-    records = list(read(lines.decode("utf-8-sig", "replace")))
-    return _FirstRecords(records[-1][0], [text for _, text in records]) if records else None
+    read = {"json": _json_records, "csv": _csv_records, "text": _line_records}[kind]
+    return list(read(lines.decode("utf-8-sig", "replace")))
 
 
-Texts = Iterator[tuple[int, int]]
-"""(end offset in bytes, bytes of text) of each record."""
-
-
-def _json_texts(text: str) -> Texts:
-    decode, position = json.JSONDecoder().raw_decode, 0
-    # Skip the opening bracket of an array and separators between records.
-    skip = partial(_skip_any, text, " \t\r\n,[")
-    size = 0
-    while (start := skip(position)) < len(text):
+def _json_records(text: str) -> Records:
+    decoder, size, position = json.JSONDecoder(), 0, 0
+    while start := RECORD_START.search(text, position):
         try:
-            value, end = decode(text, start)
+            value, end = decoder.raw_decode(text, start.start())
         except ValueError:
             return
         size += len(text[position:end].encode())
@@ -161,26 +153,20 @@ def _json_texts(text: str) -> Texts:
         yield size, sum(map(_num_bytes, _strings(value)))
 
 
-def _csv_texts(text: str) -> Texts:
-    lines = io.StringIO(text, newline="")
+def _csv_records(text: str) -> Records:
     size = 0
-    for number, row in enumerate(csv.reader(lines)):
+    for number, row in enumerate(csv.reader(io.StringIO(text, newline=""))):
         size += sum(map(_num_bytes, row)) + len(row)
+        # The first row names the columns.
         if number:
             yield size, sum(map(_num_bytes, row))
 
 
-def _line_texts(text: str) -> Texts:
+def _line_records(text: str) -> Records:
     size = 0
     for line in text.splitlines(keepends=True):
         size += _num_bytes(line)
         yield size, _num_bytes(line.rstrip())
-
-
-def _skip_any(text: str, of: str, position: int) -> int:
-    while position < len(text) and text[position] in of:
-        position += 1
-    return position
 
 
 def _num_bytes(text: str) -> int:

@@ -10,6 +10,7 @@ from typing import Any
 
 from penstock.config.rules.run import rule_violations
 from penstock.config.schema.run import RunConfig
+from penstock.config.schema.train import TrainConfig
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
 from penstock.engine.distributed.validate_layout import ModelDims, layout_errors
 from penstock.estimate.costs.device_speed import Machine
@@ -67,32 +68,22 @@ def find_fastest_layouts(search: LayoutSearch, *, limit: int = 5) -> list[Propos
         if candidates := list(_candidates(search, axes)):
             best.append(min(candidates, key=_order))
     best.sort(key=_order)
-    return [
-        Proposal(
-            {
-                name: value
-                for name, value in candidate.settings.items()
-                if _is_not_default(name, value)
-            },
-            predict(
-                candidate.sharded.run,
-                search.model,
-                candidate.sharded.degrees,
-                search.machine,
-                search.data,
-            ),
-        )
-        for candidate in best[:limit]
-    ]
+    proposals: list[Proposal] = []
+    for candidate in best[:limit]:
+        # Parallel sizes of 1 and recomputation (True == 1) are defaults, and not shown.
+        shown = {
+            name: value
+            for name, value in candidate.settings.items()
+            if value != 1 or name == "micro_batch_size"
+        }
+        run, degrees = candidate.sharded.run, candidate.sharded.degrees
+        prediction = predict(run, search.model, degrees, search.machine, search.data)
+        proposals.append(Proposal(shown, prediction))
+    return proposals
 
 
 def _order(candidate: _Candidate) -> tuple[float, float]:
     return candidate.seconds, candidate.memory
-
-
-def _is_not_default(name: str, value: Any) -> bool:
-    """Whether to show a setting: parallel sizes of 1 and recomputation (True == 1) are defaults."""
-    return value != 1 or name == "micro_batch_size"
 
 
 def _candidates(search: LayoutSearch, axes: Settings) -> Iterator[_Candidate]:
@@ -155,11 +146,10 @@ def _shard(search: LayoutSearch, settings: Settings) -> ShardedModel | None:
     """The run with these settings; None if the layout is invalid."""
     changed = with_train(search.run, settings)
     degrees = compute_dims(changed.train, search.devices)
-    if not isinstance(degrees, ParallelDims) or layout_errors(
-        changed, search.devices, search.counts
-    ):
+    is_laid_out = isinstance(degrees, ParallelDims)
+    if not is_laid_out or layout_errors(changed, search.devices, search.counts):
         return None
-    if any(True for _ in rule_violations(changed)):
+    if any(rule_violations(changed)):
         return None
     return ShardedModel(changed, search.model, degrees, search.machine.kind)
 
@@ -183,12 +173,9 @@ def with_train(run: RunConfig, settings: Settings) -> RunConfig:
     """The run with these `train` settings as if the config set them, and `RESET_FIELDS` reset."""
     # Not validated, for there are thousands of layouts; `rule_violations` checks those in question
     # by the fields that count as written.
-    train = type(run.train).model_construct(
-        _fields_set=(run.train.model_fields_set - {*RESET_FIELDS}) | set(settings),
-        **{
-            **{name: getattr(run.train, name) for name in type(run.train).model_fields},
-            **{name: type(run.train).model_fields[name].get_default() for name in RESET_FIELDS},
-            **settings,
-        },
-    )
+    fields = TrainConfig.model_fields
+    values = {name: getattr(run.train, name) for name in fields}
+    values |= {name: fields[name].get_default() for name in RESET_FIELDS}
+    fields_set = (run.train.model_fields_set - {*RESET_FIELDS}) | set(settings)
+    train = TrainConfig.model_construct(_fields_set=fields_set, **{**values, **settings})
     return run.model_copy(update={"train": train})

@@ -110,6 +110,10 @@ class _Rank:
             unit: [tensor for tensor in self.tensors if tensor.unit == unit]
             for unit in (*self.layers, ROOT, EMBEDDING_UNIT)
         }
+        self.num_trainable = {
+            unit: sum(tensor.num_elements for tensor in tensors if tensor.is_trainable)
+            for unit, tensors in self.units.items()
+        }
         self.host = sharded.kind == "cuda" and self.train.enable_fsdp_offload
 
     def peak(self) -> Memory:
@@ -135,17 +139,15 @@ class _Rank:
         if self.host:
             return Memory()
         weights = sum(tensor.local_bytes for tensor in self.tensors)
-        states = sum(
-            state_bytes(self.train, tensor) for tensor in self.tensors if tensor.is_trainable
-        )
         if self.sharded.kind == "cuda" and self.train.optimizer_offload == "cpu":
-            states = 0
+            return Memory(weights=weights)
+        trainable = [tensor for tensor in self.tensors if tensor.is_trainable]
+        states = sum(state_bytes(self.train, tensor) for tensor in trainable)
         return Memory(weights=weights, optimizer=states)
 
     def resident_bytes(self) -> float:
         """Bytes between the backward pass and the optimizer step."""
-        gradients = sum(self._gradients(unit) for unit in self.units)
-        return self._resident().total + gradients
+        return self._resident().total + self._all_gradients()
 
     # Saved activations.
 
@@ -222,27 +224,25 @@ class _Rank:
 
     def _reduce_buffer_bytes(self, unit: int) -> float:
         """Bytes of a unit's unsharded gradients in the reduce dtype."""
-        width = 2 if self.train.fsdp_reduce_dtype == "bf16" else FP32
-        return sum(
-            tensor.num_elements * width for tensor in self.units[unit] if tensor.is_trainable
-        )
+        return self.num_trainable[unit] * (2 if self.train.fsdp_reduce_dtype == "bf16" else FP32)
 
     def _unsharded_gradients(self, unit: int) -> float:
         """Bytes of a unit's unsharded gradients as the backward pass produces them."""
-        width = self.sharded.compute_bytes if self.sharded.is_sharded else self.sharded.grad_bytes
-        return sum(
-            tensor.num_elements * width for tensor in self.units[unit] if tensor.is_trainable
-        )
+        return self.num_trainable[unit] * self._backward_width()
+
+    def _backward_width(self) -> int:
+        # FSDP casts gradients after the backward pass, DDP keeps those of the parameters' dtype.
+        return self.sharded.compute_bytes if self.sharded.is_sharded else self.sharded.grad_bytes
 
     def _gradients(self, unit: int) -> float:
         """Bytes of a unit's reduced gradients: this rank's shard."""
         if self.host:
             return 0
-        return sum(
-            tensor.num_local_elements * self.sharded.grad_bytes
-            for tensor in self.units[unit]
-            if tensor.is_trainable
-        )
+        trainable = (tensor for tensor in self.units[unit] if tensor.is_trainable)
+        return sum(tensor.num_local_elements for tensor in trainable) * self.sharded.grad_bytes
+
+    def _all_gradients(self) -> float:
+        return sum(self._gradients(unit) for unit in self.units)
 
     def _accumulated(self) -> float:
         """Accumulated gradients of earlier micro-batches; with fsdp2 unsharded if they are reduced
@@ -251,7 +251,7 @@ class _Rank:
             return 0
         if self._accumulates_unsharded:
             return sum(self._reduce_buffer_bytes(unit) for unit in self.units)
-        return sum(self._gradients(unit) for unit in self.units)
+        return self._all_gradients()
 
     @property
     def _accumulates_unsharded(self) -> bool:
@@ -274,11 +274,9 @@ class _Rank:
         if sharded.degrees.pipeline > 1:
             # PyTorch's stages do not reshard after a backward pass before the last of the step.
             return root + sum(units)
-        neighbour = units[index - 1] if index else 0
-        if sharded.shards == 1:
-            # Nothing is prefetched.
-            return root + units[index]
-        return root + units[index] + neighbour
+        # FSDP2 gathers the layer before during the backward pass; one shard needs no gathering.
+        prefetched = units[index - 1] if index and sharded.shards > 1 else 0
+        return root + units[index] + prefetched
 
     def _root_weights(self) -> float:
         """Gathered weights of the embedding and the head in the backward pass of the layers, before
@@ -288,8 +286,12 @@ class _Rank:
         gathered = {"nothing": [], "backward": [EMBEDDING_UNIT], "step": [EMBEDDING_UNIT, ROOT]}
         return sum(map(self._gathered_weights, gathered[self.sharded.reshard_after]))
 
+    def _reduction_bytes(self, unit: int) -> float:
+        """Bytes of a unit's gradients before, in and, on CPUs, copied by gloo for the reduction."""
+        reduced = self._unsharded_gradients(unit) + self._reduce_buffer_bytes(unit)
+        return reduced + self._gloo_copies(unit)
+
     def _gloo_copies(self, unit: int) -> float:
-        """Bytes that gloo copies when it reduces gradients on CPUs."""
         return self._reduce_buffer_bytes(unit) if self.sharded.kind == "cpu" else 0
 
     # The moments.
@@ -326,7 +328,7 @@ class _Rank:
         hidden = 3 * sharded.tokens * config.hidden_size * width * (1 + config.num_mtp_layers)
         head = 0.0
         if not sharded.run.lora.enable_lora:
-            bytes_each = sharded.compute_bytes if sharded.is_sharded else sharded.grad_bytes
+            bytes_each = self._backward_width()
             if sharded.kind == "cuda" and sharded.is_sharded and sharded.compute_bytes < FP32:
                 # It is summed in fp32 over the chunks, and then cast.
                 bytes_each += FP32
@@ -344,10 +346,7 @@ class _Rank:
         return Memory(
             gradients=ready,
             activations=self._saved_activations(len(self.layers), flight),
-            buffers=self._gathered_weights(ROOT)
-            + self._unsharded_gradients(ROOT)
-            + self._reduce_buffer_bytes(ROOT)
-            + self._gloo_copies(ROOT),
+            buffers=self._gathered_weights(ROOT) + self._reduction_bytes(ROOT),
         )
 
     def _backward(self, index: int, done: float, flight: float) -> Iterator[Memory]:
@@ -393,36 +392,22 @@ class _Rank:
         """The gradient reduction of the embedding, and of a head that is not a unit of its own."""
         unit = EMBEDDING_UNIT if self.sharded.has_edge_units else ROOT
         root_gradients = done + self._gradients(unit)
+        degrees = self.sharded.degrees
         if not self.sharded.is_sharded:
             # DDP: gradients and all-reduce buckets exist until all buckets are reduced.
-            reduce_buffer = (
-                root_gradients
-                if self.sharded.degrees.num_replicas * self.sharded.degrees.context > 1
-                else 0
-            )
-            return Memory(
-                gradients=root_gradients, buffers=reduce_buffer + self._gathered_weights(ROOT)
-            )
+            buckets = root_gradients if degrees.num_replicas * degrees.context > 1 else 0
+            return Memory(gradients=root_gradients, buffers=buckets + self._gathered_weights(ROOT))
         gradients = root_gradients
         if self._accumulates_unsharded:
-            gradients += self._accumulated() - sum(
-                self._reduce_buffer_bytes(u) for u in self.units if u != unit
-            )
+            # Of the accumulated gradients, those of all other units are reduced by now.
+            gradients += self._reduce_buffer_bytes(unit)
         elif self.sharded.micro_batches > 1:
             gradients = self._accumulated()
-        return Memory(
-            gradients=gradients,
-            buffers=self._unsharded_gradients(unit)
-            + self._reduce_buffer_bytes(unit)
-            + self._gloo_copies(unit),
-        )
+        return Memory(gradients=gradients, buffers=self._reduction_bytes(unit))
 
     def _at_optimizer_step(self) -> Memory:
         if self.train.fuse_optimizer_step:
             return Memory()
-        gradients = sum(self._gradients(unit) for unit in self.units)
-        keeps = self.sharded.is_sharded and self.sharded.reshard_after == "step"
-        gathered = (
-            self._gathered_weights(ROOT) + self._gathered_weights(EMBEDDING_UNIT) if keeps else 0
-        )
-        return Memory(gradients=gradients, buffers=gathered)
+        is_kept = self.sharded.is_sharded and self.sharded.reshard_after == "step"
+        gathered = sum(map(self._gathered_weights, (ROOT, EMBEDDING_UNIT))) if is_kept else 0
+        return Memory(gradients=self._all_gradients(), buffers=gathered)

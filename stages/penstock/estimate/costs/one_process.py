@@ -41,10 +41,10 @@ def with_one_process_layout(
     }
     if any(is_explicitly_set(run, f"train.{name}") for name in CHECKPOINTING_FIELDS):
         settings.pop("enable_gradient_checkpointing", None)
-    faster = _updated(run, settings)
+    faster = run.with_fields("train", **settings)
     if any(rule_violations(faster)):  # the mode is needed by another setting
         settings.pop("data_parallel_mode", None)
-        faster = _updated(run, settings)
+        faster = run.with_fields("train", **settings)
     if not settings or any(rule_violations(faster)):
         return run, None
     machine = machine or detect_machine(1)
@@ -67,7 +67,3 @@ def with_one_process_layout(
         f"{written}, as about {needed / 1e9:.1f} of {machine.memory / 1e9:.0f} GB are needed by "
         "one process; written values are used as they are"
     )
-
-
-def _updated(run: RunConfig, settings: dict[str, object]) -> RunConfig:
-    return run.model_copy(update={"train": run.train.model_copy(update=settings)})

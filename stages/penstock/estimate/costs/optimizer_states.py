@@ -14,13 +14,12 @@ QUANTIZED_CHECKPOINT_BYTES = {"int8": 1 + 8 / 128, "int4": 0.5 + 8 / 128}
 
 def saved_bytes(train: TrainConfig, tensor: Tensor) -> float:
     """Bytes of one tensor's optimizer states in a checkpoint."""
-    saved = state_bytes(train, tensor)
+    states = state_bytes(train, tensor)
     if train.ckpt_quant == "none":
-        return saved
+        return states
     moments = 2 * WIDTHS["fp32" if train.optimizer == "adamw" else train.optimizer_dtype]
-    return saved + tensor.num_local_elements * (
-        2 * QUANTIZED_CHECKPOINT_BYTES[train.ckpt_quant] - moments
-    )
+    quantized = 2 * QUANTIZED_CHECKPOINT_BYTES[train.ckpt_quant]
+    return states + tensor.num_local_elements * (quantized - moments)
 
 
 def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
@@ -29,22 +28,21 @@ def state_bytes(train: TrainConfig, tensor: Tensor) -> float:
 
 
 def _bytes_per_element(train: TrainConfig, tensor: Tensor) -> float:
-    state_width = WIDTHS[train.optimizer_dtype]
-    arguments = train.optimizer_kwargs
-    optimizer = train.optimizer
+    optimizer, arguments = train.optimizer, train.optimizer_kwargs
+    state_width, param_width = WIDTHS[train.optimizer_dtype], tensor.width
     if optimizer == "adamw":
         return 2 * WIDTHS["fp32"]
     if optimizer == "anyprecision_adamw":
         # Kahan summation stores the rounding error of weights below fp32.
-        kahan_width = (
-            tensor.width if arguments.get("use_kahan_summation") and tensor.width < 4 else 0
-        )
-        return 2 * state_width + kahan_width
+        is_compensated = arguments.get("use_kahan_summation") and param_width < 4
+        return 2 * state_width + (param_width if is_compensated else 0)
+    # Muon keeps a momentum for matrices (Jordan 2024) and is AdamW for the rest.
     if optimizer == "muon":
         return state_width if tensor.is_hidden_matrix else 2 * state_width
+    # Its second moment is one number for each tensor (Ginsburg et al. 2019).
     if optimizer == "novograd":
         return state_width
-    param_width = tensor.width
+    # The others are torch's and torchao's by name, whose states have the dtype of the weights.
     name = optimizer.rpartition(".")[2]
     if name in ("sgd", "SGD"):
         return param_width if arguments.get("momentum") else 0.0
@@ -54,6 +52,7 @@ def _bytes_per_element(train: TrainConfig, tensor: Tensor) -> float:
         return 2 * BYTES_4BIT
     if name in ("RMSprop", "Adagrad"):
         return param_width
+    # The second moment of a matrix is a row and a column (Shazeer and Stern 2018).
     if name == "Adafactor":
         return param_width * (tensor.rows + tensor.columns) / tensor.num_elements
     return 2 * param_width

@@ -1,5 +1,6 @@
 """Parameter sizes of one rank: every tensor by layer, sharded and gathered. No torch."""
 
+import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 
@@ -164,7 +165,9 @@ def _tensor(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> Tensor:
         width = min(sharded.param_bytes, sharded.compute_bytes)
     format = _quant_format(sharded, name, is_matrix) if layer != ROOT else None
     if format:
-        width = gathered = _bytes_per_element(format, shape[-1], _group_size(sharded))
+        published = sharded.model.quantization
+        group_size = sharded.run.lora.quant_group_size or (published and published.group_size)
+        width = gathered = _bytes_per_element(format, shape[-1], group_size)
     shards = sharded.expert_shards if of_experts else sharded.shards
     is_filter = sharded.model.roles.get(module) is ParallelStyle.CHANNELS
     hidden = is_matrix and layer != ROOT and leaf != "sinks" and not is_filter
@@ -181,9 +184,7 @@ def _unit(sharded: ShardedModel, module: str) -> int:
 def _local_shape(sharded: ShardedModel, name: str, shape: tuple[int, ...]) -> tuple[int, int]:
     """(rows, elements per row) of a tensor on one rank, after tensor and expert parallelism."""
     size, config = sharded.degrees.tensor, sharded.config
-    rows, columns = shape[0], 1
-    for count in shape[1:]:
-        columns *= count
+    rows, columns = shape[0], math.prod(shape[1:])
     module = name.rpartition(".")[0]
     if is_of_experts(name):
         return -(-rows // sharded.degrees.expert), columns
@@ -234,48 +235,38 @@ def _quant_format(sharded: ShardedModel, name: str, is_matrix: bool) -> str | No
     return experts if role is ParallelStyle.EXPERTS else linear
 
 
-def _group_size(sharded: ShardedModel) -> int | None:
-    """Quantization group size, if it is set."""
-    if sharded.run.lora.quant_group_size is not None:
-        return sharded.run.lora.quant_group_size
-    return sharded.model.quantization.group_size if sharded.model.quantization else None
-
-
 def _bytes_per_element(format: str, columns: int, group_size: int | None) -> float:
     """Bytes per element of a quantized row, including scales."""
     code_bytes, group, scale, global_bytes = QUANT_FORMATS[format]
     if group is None:
         return code_bytes + scale / columns
-    size = (group_size if format in ("nf4", "int4") else None) or group
-    groups = -(-columns // size)
+    if group_size and format in ("nf4", "int4"):
+        group = group_size
+    groups = -(-columns // group)
     # Rows of 4-bit codes are padded to whole groups.
-    codes = groups * size * code_bytes if code_bytes < 1 else columns
+    codes = groups * group * code_bytes if code_bytes < 1 else columns
     return (codes + groups * scale + global_bytes) / columns
 
 
 def _adapter_tensors(sharded: ShardedModel, layers: list[int], ends: bool) -> Iterator[Tensor]:
-    rank = sharded.run.lora.lora_rank
     for adapter in sharded.model.adapters:
         layer = parse_layer_number(adapter.of)
         if layer == ROOT and adapter.name != EMBEDDING and not ends:
             continue
         if layer == ROOT or layer in layers:
-            for rows, columns in _adapter_shapes(sharded, adapter, rank):
-                shards = sharded.expert_shards if adapter.experts else sharded.shards
-                unit = _unit(sharded, adapter.native)
+            shards = sharded.expert_shards if adapter.experts else sharded.shards
+            unit = _unit(sharded, adapter.native)
+            for rows, columns in _adapter_shapes(sharded, adapter):
                 yield Tensor(unit, rows, columns, True, 4, sharded.compute_bytes, shards)
 
 
-def _adapter_shapes(
-    sharded: ShardedModel, layer: TargetLayer, rank: int
-) -> Iterator[tuple[int, int]]:
+def _adapter_shapes(sharded: ShardedModel, layer: TargetLayer) -> Iterator[tuple[int, int]]:
     """Yield (rows, elements per row) of a layer's LoRA A and B, and of its DoRA magnitudes."""
-    size = sharded.degrees.tensor
+    size, lora = sharded.degrees.tensor, sharded.run.lora
     role = sharded.model.roles.get(layer.native)
-    outputs, inputs = layer.outputs, layer.inputs
+    outputs, inputs, rank = layer.outputs, layer.inputs, lora.lora_rank
     if layer.experts:
         count = -(-layer.experts // sharded.degrees.expert)
-        lora = sharded.run.lora
         first, second = count, count
         if lora.moe_shared_lora:
             first = second = 1
@@ -290,5 +281,5 @@ def _adapter_shapes(
         outputs = -(-outputs // size)
     yield rank, inputs
     yield outputs, rank
-    if sharded.run.lora.use_dora:
+    if lora.use_dora:
         yield outputs, 1

@@ -114,7 +114,7 @@ def with_row_length(
             return run
         samples = SampleSizes(sizes.longest, sizes.tokens, sizes.samples)
         length = fitted_row_length(samples, most, multiple, per_step)
-    return run.model_copy(update={"data": run.data.with_row_length(length)})
+    return run.with_row_length(length)
 
 
 def estimate_data(run: RunConfig, steps: Sequence[PlannedStage], vocab_size: int) -> Data | None:

@@ -49,8 +49,9 @@ class VisionWork:
 def vision_work(
     run: RunConfig, hf: Mapping[str, Any], image_tokens: int, rows: int
 ) -> VisionWork | None:
-    """The work on images of a run whose `rows` have so many image tokens; None without any."""
-    sizes = read_sizes(hf) if image_tokens else None
+    """The work on images of a run whose `rows` have so many image tokens; None of a model without a
+    vision part."""
+    sizes = read_sizes(hf)
     if sizes is None:
         return None
     freeze = ("vision", "projector") if run.model.freeze is None else run.model.freeze

@@ -7,7 +7,7 @@ from typing import Any
 from penstock.core.files import write_json
 from penstock.estimate.dryrun.fake_cuda import DEFAULT_STREAM
 from penstock.estimate.dryrun.summary import RankSummary
-from penstock.estimate.dryrun.trace import Launch
+from penstock.estimate.dryrun.trace import Collective
 
 MICROSECONDS = 1e6
 
@@ -21,23 +21,19 @@ def _events(rank: RankSummary) -> list[dict[str, Any]]:
     events: list[dict[str, Any]] = []
     named: set[int] = set()
     for span in rank.timeline.spans:
-        record = span.record
+        record, thread = span.record, {"pid": rank.rank, "tid": span.stream}
         if span.stream not in named:
             named.add(span.stream)
             name = "compute" if span.stream == DEFAULT_STREAM else f"stream {span.stream}"
-            events.append(_name(rank.rank, span.stream, name))
+            events.append({"ph": "M", **thread, "name": "thread_name", "args": {"name": name}})
         arguments: dict[str, Any] = {"where": record.call_site}
-        if not isinstance(record, Launch):
-            arguments |= {
-                "bytes": record.num_bytes,
-                "dtype": record.dtype,
-                "ranks": len(record.ranks),
-            }
+        if isinstance(record, Collective):
+            arguments |= {"bytes": record.num_bytes, "dtype": record.dtype}
+            arguments["ranks"] = len(record.ranks)
         events.append(
             {
                 "ph": "X",
-                "pid": rank.rank,
-                "tid": span.stream,
+                **thread,
                 "name": record.name,
                 "cat": record.phase,
                 "ts": span.start * MICROSECONDS,
@@ -46,7 +42,3 @@ def _events(rank: RankSummary) -> list[dict[str, Any]]:
             }
         )
     return events
-
-
-def _name(rank: int, stream: int, name: str) -> dict[str, Any]:
-    return {"ph": "M", "pid": rank, "tid": stream, "name": "thread_name", "args": {"name": name}}

@@ -24,12 +24,10 @@ def mismatched_collectives(traces: Mapping[int, Sequence[Record]]) -> Iterator[s
                 pair = (rank, record.peer) if record.name == "send" else (record.peer, rank)
                 messages[pair].setdefault(record.name, []).append(record)
     for (_, ranks), sequence in sequences.items():
-        present = [rank for rank in ranks if rank in traces]
-        first, *other_ranks = present
+        first, *other_ranks = (rank for rank in ranks if rank in traces)
         for other_rank in other_ranks:
-            yield from _difference(
-                first, sequence.get(first, []), other_rank, sequence.get(other_rank, [])
-            )
+            collectives, other_collectives = sequence.get(first, []), sequence.get(other_rank, [])
+            yield from _difference(first, collectives, other_rank, other_collectives)
     for (sender, receiver), sequence in messages.items():
         sends, receives = sequence.get("send", []), sequence.get("recv", [])
         yield from _difference(sender, sends, receiver, receives, named=False)
@@ -51,15 +49,13 @@ def _difference(
                 f"{_text(right)}"
             )
             return
-    if len(collectives) != len(other_collectives):
-        longer, alone = (
-            (rank, collectives)
-            if len(collectives) > len(other_collectives)
-            else (other_rank, other_collectives)
-        )
-        shorter = other_rank if longer == rank else rank
-        extra = alone[min(len(collectives), len(other_collectives))]
-        yield f"rank {longer} issues {_text(extra)}, and rank {shorter} does not"
+    num_shared = min(len(collectives), len(other_collectives))
+    if collectives[num_shared:]:
+        extra = _text(collectives[num_shared])
+        yield f"rank {rank} issues {extra}, and rank {other_rank} does not"
+    if other_collectives[num_shared:]:
+        extra = _text(other_collectives[num_shared])
+        yield f"rank {other_rank} issues {extra}, and rank {rank} does not"
 
 
 def _identity(record: Collective, *, named: bool) -> tuple[str, str, int]:

@@ -20,8 +20,8 @@ from penstock.estimate.dryrun.fake_cuda import Event, Stream, current_stream
 from penstock.estimate.dryrun.flex_attention import record_flex_attention
 from penstock.estimate.dryrun.memory import Allocation, MemoryTracker
 from penstock.estimate.dryrun.pinned_memory import is_pinned, mark_pinned, pin_memory
-from penstock.estimate.dryrun.roofline import HOST_SECONDS, Roofline
-from penstock.estimate.dryrun.trace import Collective, Launch, Trace, is_forward, place, places
+from penstock.estimate.dryrun.roofline import Roofline
+from penstock.estimate.dryrun.trace import Collective, Trace, is_forward, place, places
 from penstock.estimate.dryrun.triton_launches import record_triton_launches
 
 aten = torch.ops.aten
@@ -51,6 +51,7 @@ class DryRunMode(TorchDispatchMode):
     def __init__(self, trace: Trace, roofline: Roofline) -> None:
         super().__init__()
         self.trace, self.roofline = trace, roofline
+        # Host tensors are real, and take part in operators on the device as scalars and indices.
         self.fake = FakeTensorMode(allow_non_fake_inputs=True)
         self.is_paused = False
         self._group_streams: dict[tuple[str, int | None], Stream] = {}
@@ -69,6 +70,7 @@ class DryRunMode(TorchDispatchMode):
         return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
 
     def _follow_resizes(self) -> None:
+        # FSDP2 frees and restores gathered weights by the storage, which no operator sees.
         resize = torch.UntypedStorage.resize_
 
         def resize_and_follow(storage: torch.UntypedStorage, size: int) -> Any:
@@ -106,6 +108,7 @@ class DryRunMode(TorchDispatchMode):
             return NotImplemented
         kwargs = dict(kwargs or {})
         tensors = [x for x in tree_leaves((args, kwargs)) if isinstance(x, torch.Tensor)]
+        # Fakes of c10d's operators would neither order streams nor return a work to wait for.
         if func.namespace in ("c10d", "_c10d_functional"):
             return self._collective(func, args, kwargs, tensors)
         if func is aten.is_pinned.default:
@@ -151,6 +154,7 @@ class DryRunMode(TorchDispatchMode):
         if func in (aten._local_scalar_dense.default, aten.is_nonzero.default, aten.equal.default):
             return self._value(func, args[0])
         if func is aten.nonzero.default:
+            # CUDA's nonzero returns the count to the host, to allocate its output.
             self._sync("nonzero")
             count = int(args[0].numel() * NONZERO_SHARE)
             return self._empty((count, args[0].dim()), torch.int64, args[0].device)
@@ -198,7 +202,7 @@ class DryRunMode(TorchDispatchMode):
         return [args[0], indices, *args[2:]]
 
     def _value(self, func: Any, tensor: torch.Tensor) -> Any:
-        name = func._schema.name.removeprefix("aten::")
+        name = _short_name(func)
         self._sync("item" if name == "_local_scalar_dense" else name)
         if func is not aten._local_scalar_dense.default or tensor.dtype is torch.bool:
             return True
@@ -217,7 +221,7 @@ class DryRunMode(TorchDispatchMode):
 
     def _copy(self, name: str, tensor: torch.Tensor, *, is_async: bool) -> None:
         seconds = self.roofline.host_copy(_nbytes(tensor))
-        self._record(name, seconds, "copy")
+        self.trace.launch(current_stream().number, name, seconds, "copy")
         if not is_async:
             self._sync(f"blocking {name}")
 
@@ -233,16 +237,11 @@ class DryRunMode(TorchDispatchMode):
 
     def _launch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
         seconds = self.roofline.kernel(func, args, kwargs, out)
-        self._record(func._schema.name.removeprefix("aten::"), seconds, "kernel")
+        self.trace.launch(current_stream().number, _short_name(func), seconds, "kernel")
 
     def _attend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        self._record(name, self.roofline.attention(name, tensors), "kernel")
-
-    def _record(self, name: str, seconds: float, kind: Any) -> None:
-        stream = current_stream().number
-        self.trace.add(
-            Launch(stream, name, seconds, HOST_SECONDS[kind], self.trace.phase, place(), kind)
-        )
+        seconds = self.roofline.attention(name, tensors)
+        self.trace.launch(current_stream().number, name, seconds, "kernel")
 
     def _sync(self, reason: str) -> None:
         self.trace.sync(reason, current_stream().number)
@@ -284,23 +283,25 @@ class DryRunMode(TorchDispatchMode):
                 self.trace.fault(f"empty tensor in {name}")
         is_async = _is_async(name, func, args, kwargs)
         peer = int(args[2]) if name in ("send", "recv") else None
-        stream = current_stream()
+        stream, group_name = current_stream(), group.group_name if group is not None else ""
         if is_async:
-            own = self._group_streams.setdefault(
-                (group.group_name if group else "", peer), Stream()
-            )
+            # NCCL has a stream for each communicator, and one for each pair of ranks.
+            own = self._group_streams.setdefault((group_name, peer), Stream())
             own.wait_stream(stream)
             stream = own
-        num_bytes = _nbytes(largest) if largest is not None else 0
+        dtype, num_bytes, shape = "", 0, ()
+        if largest is not None:
+            dtype = str(largest.dtype).removeprefix("torch.")
+            num_bytes, shape = _nbytes(largest), tuple(largest.shape)
         self.trace.add(
             Collective(
                 stream.number,
                 name,
-                group.group_name if group is not None else "",
+                group_name,
                 ranks,
-                str(largest.dtype).removeprefix("torch.") if largest is not None else "",
+                dtype,
                 num_bytes,
-                tuple(largest.shape) if largest is not None else (),
+                shape,
                 self.roofline.collective(name, num_bytes, ranks),
                 self.trace.phase,
                 place(),
@@ -337,12 +338,12 @@ def _is_async(name: str, func: Any, args: Sequence[Any], kwargs: Mapping[str, An
 
 def _is_foreign(kind: type) -> bool:
     """Whether a tensor subclass handles its own operators, as DTensor does."""
-    tensor_types = (torch.Tensor, FakeTensor, torch.nn.Parameter)
-    return (
-        kind not in tensor_types
-        and issubclass(kind, torch.Tensor)
-        and not issubclass(kind, torch.nn.Parameter)
-    )
+    is_plain = kind in (torch.Tensor, FakeTensor) or issubclass(kind, torch.nn.Parameter)
+    return issubclass(kind, torch.Tensor) and not is_plain
+
+
+def _short_name(func: Any) -> str:
+    return func._schema.name.removeprefix("aten::")
 
 
 def _is_on_cuda(x: Any) -> bool:
@@ -362,7 +363,6 @@ def _process_group(args: Any, kwargs: Any) -> dist.ProcessGroup | None:
 
 def _collective_result(func: Any, args: Sequence[Any], work: _Work) -> Any:
     """What the operator returns: its tensors and the work."""
-    outputs: list[Any] = []
-    for value in func._schema.returns:
-        outputs.append(work.boxed() if "Work" in str(value.type) else args[0])
+    returns = func._schema.returns
+    outputs = [work.boxed() if "Work" in str(value.type) else args[0] for value in returns]
     return outputs[0] if len(outputs) == 1 else tuple(outputs)

@@ -5,12 +5,13 @@ import sys
 import tempfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from penstock.config.schema.run import RunConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.machine.device_specs import DEVICES, find_device
+from penstock.engine.distributed.device_mesh import AXES
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.estimate.dryrun.consistency import mismatched_collectives
 from penstock.estimate.dryrun.job import DryRunJob, RankResult
@@ -18,8 +19,23 @@ from penstock.estimate.dryrun.summary import DryRun, RankSummary
 from penstock.estimate.dryrun.timeline import replay
 from penstock.estimate.dryrun.trace import records_from_json
 
+RankChoice = Literal["roles", "all"]
+
+MAX_RANKS = 64
+"""Most ranks that `all` runs."""
+
 MESSAGE_LINES = 12
 """Last lines of a process that failed."""
+
+
+def select_ranks(dims: ParallelDims, choice: RankChoice) -> list[int]:
+    """The ranks to run: the first of each pipeline stage, whose shards are the largest, or all."""
+    if choice == "all":
+        return list(range(dims.world_size))
+    # Ranks of one stage do the same work on shards of one size.
+    assert AXES[0] == "pipeline"
+    ranks_per_stage = dims.world_size // dims.pipeline
+    return [stage * ranks_per_stage for stage in range(dims.pipeline)]
 
 
 def dry_run(

@@ -2,7 +2,7 @@
 
 import itertools
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from types import SimpleNamespace
 from typing import Any
@@ -40,10 +40,11 @@ COMPUTE_CAPABILITY = {
 }
 """Compute capability by device name."""
 
-SHARED_MEMORY = {7: 98_304, 8: 166_912, 9: 232_448, 10: 232_448, 12: 101_376}
-"""Opt-in shared memory of a block, in bytes, by major compute capability."""
-_SMALL_SHARED_MEMORY = 101_376
-"""Of compute capability 8.6 and 8.9."""
+SHARED_MEMORY: Mapping[int | tuple[int, int], int] = {
+    **{7: 98_304, 8: 166_912, 9: 232_448, 10: 232_448, 12: 101_376},
+    **{(8, 6): 101_376, (8, 9): 101_376},
+}
+"""Opt-in shared memory of a block, in bytes, by compute capability or its major number."""
 
 _numbers = itertools.count(1)
 
@@ -82,7 +83,7 @@ class Stream:
         return True
 
     def is_capturing(self) -> bool:
-        """False: no CUDA graph is captured."""
+        """False: no CUDA graph is captured. `torch.optim` asks."""
         return False
 
 
@@ -158,7 +159,7 @@ def install(name: str, device: Device, trace: Trace, *, local_ranks: int = 8) ->
         total_memory=memory,
         # Those of an H100, from here on, on every device: kernels choose their grids by them.
         multi_processor_count=132,
-        shared_memory_per_block_optin=_shared_memory(capability),
+        shared_memory_per_block_optin=SHARED_MEMORY.get(capability, SHARED_MEMORY[capability[0]]),
         shared_memory_per_block=49_152,
         warp_size=32,
         L2_cache_size=50 << 20,
@@ -166,24 +167,27 @@ def install(name: str, device: Device, trace: Trace, *, local_ranks: int = 8) ->
         max_threads_per_multi_processor=2048,
         gcnArchName="",
     )
+    without_effect = (
+        *("_lazy_init", "init", "set_device", "set_rng_state"),
+        *("reset_peak_memory_stats", "empty_cache"),
+    )
+    # Memory is followed by storages (`memory.py`), without PyTorch's allocator.
+    allocator_bytes = (
+        *("memory_allocated", "max_memory_allocated"),
+        *("memory_reserved", "max_memory_reserved"),
+    )
     replaced: dict[str, Any] = {
+        # Each a function of its own: Dynamo has one rule for each object (torch 2.13).
+        **{attribute: _constant(None) for attribute in without_effect},
+        **{attribute: _constant(0) for attribute in allocator_bytes},
         "is_available": _constant(True),
         "is_initialized": _constant(True),
-        "_lazy_init": _constant(None),
-        "init": _constant(None),
         "device_count": _constant(local_ranks),
         "current_device": _constant(0),
-        "set_device": _constant(None),
         "get_device_capability": _constant(capability),
         "get_device_name": _constant(name),
         "get_device_properties": _constant(properties),
         "mem_get_info": _constant((memory, memory)),
-        "memory_allocated": _constant(0),
-        "memory_reserved": _constant(0),
-        "max_memory_allocated": _constant(0),
-        "max_memory_reserved": _constant(0),
-        "reset_peak_memory_stats": _constant(None),
-        "empty_cache": _constant(None),
         "is_bf16_supported": _constant(capability >= (8, 0)),
         # Kernels are not measured during capture.
         "is_current_stream_capturing": _constant(True),
@@ -194,7 +198,6 @@ def install(name: str, device: Device, trace: Trace, *, local_ranks: int = 8) ->
         "Stream": Stream,
         "Event": Event,
         "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
-        "set_rng_state": _constant(None),
     }
     for attribute, value in replaced.items():
         setattr(torch.cuda, attribute, value)
@@ -232,11 +235,6 @@ def _scaled_dot_product_attention(
         return run(query, key, value, attn_mask, True, dropout_p, is_causal, scale=scale)[0]
     run = torch.ops.aten._scaled_dot_product_flash_attention
     return run(query, key, value, dropout_p, is_causal, False, scale=scale)[0]
-
-
-def _shared_memory(capability: tuple[int, int]) -> int:
-    major, minor = capability
-    return _SMALL_SHARED_MEMORY if major == 8 and minor else SHARED_MEMORY[major]
 
 
 def _constant(value: Any) -> Callable[..., Any]:

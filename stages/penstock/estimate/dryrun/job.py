@@ -3,7 +3,7 @@
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, Self
 
 from penstock.config.schema.run import RunConfig
 from penstock.core.files import read_json, write_json
@@ -11,7 +11,19 @@ from penstock.engine.distributed.parallel_dims import ParallelDims, accumulation
 
 
 @dataclass(frozen=True)
-class DryRunJob:
+class _JsonFile:
+    def write(self, path: Path) -> None:
+        """Write the fields to a file."""
+        write_json(path, asdict(self))
+
+    @classmethod
+    def read(cls, path: Path) -> Self:
+        """Read the fields from a file."""
+        return cls(**read_json(path))
+
+
+@dataclass(frozen=True)
+class DryRunJob(_JsonFile):
     """One rank of a run on a device that is not there."""
 
     config: Mapping[str, Any]
@@ -54,23 +66,13 @@ class DryRunJob:
             str(folder / f"rank_{rank}.json"),
         )
 
-    def write(self, path: Path) -> None:
-        """Write the job to a file."""
-        write_json(path, asdict(self))
-
-    @classmethod
-    def read(cls, path: Path) -> "DryRunJob":
-        """Read a job from a file."""
-        return cls(**read_json(path))
-
     def run(self) -> RunConfig:
         """The run's config."""
-        run = RunConfig.model_validate(self.config)
-        return run.model_copy(update={"data": run.data.with_row_length(self.row_length)})
+        return RunConfig.model_validate(self.config).with_row_length(self.row_length)
 
 
 @dataclass(frozen=True)
-class RankResult:
+class RankResult(_JsonFile):
     """What one rank's second step shows; the first allocates optimizer states."""
 
     rank: int
@@ -98,12 +100,3 @@ class RankResult:
     """Micro-batches of a step."""
     tokens: int
     """Tokens of this rank's micro-batches in a step."""
-
-    def write(self, path: Path) -> None:
-        """Write the result to a file."""
-        write_json(path, asdict(self))
-
-    @classmethod
-    def read(cls, path: Path) -> "RankResult":
-        """Read a result from a file."""
-        return cls(**read_json(path))

@@ -107,6 +107,7 @@ class MemoryTracker:
 
     def _resize(self, number: int, num_bytes: int) -> None:
         allocation, before = self._live[number]
+        # Fragmentation between blocks is left to `USABLE_MEMORY`.
         size = -(-num_bytes // BLOCK) * BLOCK
         self._live[number] = allocation, size
         if size != before:

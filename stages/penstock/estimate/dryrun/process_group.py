@@ -11,7 +11,7 @@ from penstock.engine.distributed.ranks import ProcessInfo
 
 def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> ProcessInfo:
     """Join PyTorch's `fake` backend as this rank. Other ranks' objects equal this one's."""
-    # Registers the backend.
+    # Registers the backend `fake`.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())

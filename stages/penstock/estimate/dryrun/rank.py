@@ -76,6 +76,7 @@ def _take_steps(job: DryRunJob, trace: Trace, rank: BuiltRank) -> RankResult:
     rank.ranks.heartbeat.set_listener(follow)
     read = partial(synthetic_step, run, job.micro_batches)
     batches, counts = read(seed=0), None
+    # Two: the first one allocates optimizer states, so that its peak is another.
     for step in range(2):
         trace.clear()
         memory.start_step()

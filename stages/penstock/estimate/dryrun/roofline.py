@@ -31,8 +31,6 @@ KERNEL_SECONDS = 3e-6
 COLLECTIVE_LATENCY = 15e-6
 """Time of a collective without data in one machine; twice that between machines."""
 
-HOST_SECONDS: Mapping[str, float] = {"kernel": 6e-6, "triton": 15e-6, "copy": 8e-6}
-"""Time of the host for one eager launch, with autograd and PyTorch's dispatcher."""
 
 HOST_COPY_BANDWIDTH = 25e9
 """Bytes per second between pinned host memory and the device (PCIe 4 x16)."""
@@ -122,6 +120,7 @@ class Roofline:
         return 4 * query.numel() * self.pairs_per_token * backward
 
     def _peak(self, tensors: Sequence[torch.Tensor]) -> float:
+        # Tensor cores work in the narrowest dtype of a kernel's operands.
         width = min((t.element_size() for t in tensors if t.is_floating_point()), default=4)
         peak = {1: self.device.fp8, 2: self.device.bf16 or self.device.fp16}.get(width)
         return peak or self.device.fp32

@@ -12,6 +12,9 @@ from penstock.estimate.dryrun.job import RankResult
 from penstock.estimate.dryrun.timeline import Timeline
 from penstock.estimate.dryrun.trace import Collective, HostSync, Launch, Record
 
+UseKey = tuple[str, int, str, str, str]
+"""The first fields of a `CollectiveUse`, up to the call site."""
+
 
 @dataclass(frozen=True)
 class CollectiveUse:
@@ -32,6 +35,10 @@ class CollectiveUse:
         """Plain values; the call site is `where`, as in every other list of a dry run."""
         fields = asdict(self)
         return {"where" if name == "call_site" else name: fields[name] for name in fields}
+
+
+def _use_key(record: Collective) -> UseKey:
+    return record.name, len(record.ranks), record.dtype, record.phase, record.call_site
 
 
 @dataclass(frozen=True)
@@ -80,20 +87,17 @@ class RankSummary:
 
     def collectives(self) -> list[CollectiveUse]:
         """Collectives by kind, group, dtype and place; those with most bytes first."""
-        times: Counter[tuple[str, int, str, str, str]] = Counter()
-        sizes: Counter[tuple[str, int, str, str, str]] = Counter()
-        seconds: defaultdict[tuple[str, int, str, str, str], float] = defaultdict(float)
-        exposed: Counter[tuple[str, int, str, str, str]] = Counter()
+        times: Counter[UseKey] = Counter()
+        sizes: Counter[UseKey] = Counter()
+        seconds: defaultdict[UseKey, float] = defaultdict(float)
+        exposed: Counter[UseKey] = Counter()
         for record in self.records:
-            if not isinstance(record, Collective):
-                continue
-            key = record.name, len(record.ranks), record.dtype, record.phase, record.call_site
-            times[key] += 1
-            sizes[key] += record.num_bytes
+            if isinstance(record, Collective):
+                times[_use_key(record)] += 1
+                sizes[_use_key(record)] += record.num_bytes
         for record, waited in self.timeline.exposed:
-            key = record.name, len(record.ranks), record.dtype, record.phase, record.call_site
-            seconds[key] += waited
-            exposed[key] += record.num_bytes
+            seconds[_use_key(record)] += waited
+            exposed[_use_key(record)] += record.num_bytes
         collectives = [CollectiveUse(*k, times[k], sizes[k], seconds[k], exposed[k]) for k in times]
         return sorted(collectives, key=lambda use: -use.num_bytes)
 
@@ -178,13 +182,11 @@ class DryRun:
     def limits(self) -> Mapping[str, float]:
         """Shares of the step of the slowest rank by what limits it."""
         slowest = max(self.ranks, key=lambda rank: rank.timeline.seconds).timeline
-        step_seconds = slowest.seconds
-        parts = {
-            "compute": slowest.compute_seconds,
-            "exposed communication": slowest.exposed_seconds,
-            "host": slowest.host_bound,
+        shares = {
+            "compute": slowest.compute_seconds / slowest.seconds,
+            "exposed communication": slowest.exposed_seconds / slowest.seconds,
+            "host": slowest.host_bound / slowest.seconds,
         }
-        shares = {name: seconds / step_seconds for name, seconds in parts.items()}
         return {**shares, "waiting": max(0.0, 1 - sum(shares.values()))}
 
     @property
@@ -194,8 +196,7 @@ class DryRun:
         for rank in self.ranks:
             for fault, location, times in rank.result.faults:
                 counts[fault, location] += times
-        counts.update(dict.fromkeys(((mismatch, "") for mismatch in self.mismatches), 1))
-        return counts
+        return counts + Counter((mismatch, "") for mismatch in dict.fromkeys(self.mismatches))
 
     def as_json(self) -> dict[str, Any]:
         """Plain values: bytes, seconds, counts."""

@@ -112,15 +112,18 @@ class _Replay:
 
     @property
     def is_done(self) -> bool:
-        return self.at == len(self.records) and not any(s.queue for s in self.streams.values())
+        return self.at == len(self.records) and not self._num_queued()
 
     def advance(self) -> bool:
         """Issue and run as much as possible; False if nothing was possible."""
-        before = self.at, sum(len(stream.queue) for stream in self.streams.values())
+        before = self.at, self._num_queued()
         self._run_streams()
         while self.at < len(self.records) and self._issue(self.records[self.at]):
             self.at += 1
-        return before != (self.at, sum(len(stream.queue) for stream in self.streams.values()))
+        return before != (self.at, self._num_queued())
+
+    def _num_queued(self) -> int:
+        return sum(len(stream.queue) for stream in self.streams.values())
 
     def _issue(self, record: Record) -> bool:
         """The host issues a record; False if it waits for the device, which waits for a peer."""
@@ -140,9 +143,8 @@ class _Replay:
                 return False
             self.clock = max(self.clock, self.events[record.event][0])
             return True
-        waits_for = (
-            [*self.streams.values()] if record.stream is None else [self.streams[record.stream]]
-        )
+        streams = self.streams
+        waits_for = streams.values() if record.stream is None else [streams[record.stream]]
         if any(stream.queue for stream in waits_for):
             return False
         self.clock = max([self.clock, *(stream.clock for stream in waits_for)])

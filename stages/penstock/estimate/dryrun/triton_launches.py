@@ -8,13 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime import jit
 
 from penstock.estimate.dryrun.fake_cuda import current_stream
-from penstock.estimate.dryrun.roofline import (
-    ACHIEVED_FLOPS,
-    ACHIEVED_GROUPED_FLOPS,
-    HOST_SECONDS,
-    Roofline,
-)
-from penstock.estimate.dryrun.trace import Launch, Trace, place
+from penstock.estimate.dryrun.roofline import ACHIEVED_FLOPS, ACHIEVED_GROUPED_FLOPS, Roofline
+from penstock.estimate.dryrun.trace import Trace
 
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 """Largest grid of CUDA, by axis."""
@@ -36,6 +31,7 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
     """Replace `JITFunction.run` for the rest of this process."""
 
     def run(self: Any, *args: Any, grid: Any = None, warmup: bool = False, **kwargs: Any) -> None:
+        # `warmup` compiles without a launch.
         if warmup or is_paused():
             return
         name = self.fn.__name__
@@ -45,17 +41,7 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
         flops = MATMULS[name](values) if name in MATMULS else 0.0
         achieved = ACHIEVED_GROUPED_FLOPS if name in GROUPED else ACHIEVED_FLOPS
         seconds = roofline.seconds(tensors, flops, achieved)
-        trace.add(
-            Launch(
-                current_stream().number,
-                name,
-                seconds,
-                HOST_SECONDS["triton"],
-                trace.phase,
-                place(),
-                "triton",
-            )
-        )
+        trace.launch(current_stream().number, name, seconds, "triton")
 
     jit.JITFunction.run = run
 

@@ -25,6 +25,7 @@ TOLERANCE = 1e-3
 
 def router_modules(model: Any) -> dict[str, nn.Module]:
     """The routers by name; none if the model does not say what its routers are."""
+    # Private: what transformers (5.23) itself reads where `output_router_logits` is asked for.
     declared = getattr(model.base_model, "_can_record_outputs", None) or {}
     recorder = declared.get("router_logits")
     if recorder is None or isinstance(recorder, list) or recorder.index != 0:
@@ -44,6 +45,7 @@ def infer_scoring(output: Any, tokens: int, num_experts: int) -> Scoring | None:
     logits, weights, choice = output
     if choice.is_floating_point() or logits.shape != (tokens, num_experts):
         return None
+    # With one expert per token its normalized weight is 1 under either function.
     if choice.shape != weights.shape or choice.shape[-1] < 2:
         return None
     weights_TK = weights.double() / weights.double().sum(-1, keepdim=True)

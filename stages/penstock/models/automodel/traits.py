@@ -54,6 +54,7 @@ def find_traits(hf_config: Mapping[str, Any]) -> Traits:
         require_causal(expected.model, tiny.model_type)
     except CapabilityError:
         raise
+    # What a model's code may raise is not known.
     except Exception as error:
         raise CapabilityError(
             f"transformers cannot run a small model of type {config.model_type} with this "
@@ -275,6 +276,7 @@ def is_different(
 ) -> bool:
     """Whether values differ by more than rounding, or are not numbers."""
     actual, expected = actual.double(), expected.double()
+    # `not <=` and not `>`: comparisons with NaN are false.
     return not bool((actual - expected).norm() <= tolerance * expected.norm() + 1e-12)
 
 

@@ -63,6 +63,7 @@ def read_cohere2_moe(hf: HfConfig) -> DecoderConfig:
     kinds = config_get(hf, "mlp_layer_types", dense_first)
     dense = tuple(index for index, kind in enumerate(kinds) if kind == "dense")
     windows = _sliding_layers(hf)
+    # transformers gives dense layers RoPE without a window too, if none has one (`force_rope`).
     forced = dense if config_get(hf, "prefix_dense_sliding_window_pattern", 1) == 1 else ()
     layers = range(config_require(hf, "num_hidden_layers"))
     eps = hf.get("rms_norm_eps")
@@ -76,6 +77,7 @@ def read_cohere2_moe(hf: HfConfig) -> DecoderConfig:
         chosen=2,
         shared_intermediate_size=width * shared,
         scoring=scoring,
+        # transformers' softmax is of the chosen scores alone: that of all, divided by their sum.
         norm_topk_prob=scoring == "softmax" or bool(config_get(hf, "norm_topk_prob", True)),
     )
     return cohere_config(

@@ -37,6 +37,7 @@ def ernie_config(hf: HfConfig, defaults: dict[str, Any], **specific: Any) -> Dec
         defaults={"rms_norm_eps": 1e-5, "tie_word_embeddings": True, **defaults},
         rope_parameters=full_rope(hf, theta=500_000.0),
         rope_pairs="neighbours",
+        # transformers' code of this family casts queries and keys to fp32 to rotate them (5.23).
         rope_fp32=True,
         **specific,
     )
@@ -90,6 +91,8 @@ def _experts(
         intermediate_size=width,
         shared_intermediate_size=width * config_get(hf, "moe_num_shared_experts", 2),
         selection_bias=(1, count),
+        # Of transformers' `_keep_in_fp32_modules_strict` (5.23): gates are in fp32 beside a model
+        # in bf16.
         fp32_router=True,
         **specific,
     )

@@ -24,6 +24,7 @@ def exaone_config(hf: HfConfig, **specific: Any) -> DecoderConfig:
         hf,
         defaults={"num_key_value_heads": 32, "rms_norm_eps": 1e-5},
         qk_norm=True,
+        # Where no layer has a window transformers gives all of them RoPE.
         no_rope_layers=full if hf.get("sliding_window", 4096) is not None else (),
         **windows,
         **specific,

@@ -125,6 +125,7 @@ def read_gemma4(hf: HfConfig) -> DecoderConfig:
         qk_norm=True,
         value_norm=True,
         layer_scalars=True,
+        # As transformers' Gemma4TextAttention, whatever the head size.
         attention_scale=1.0,
         logit_soft_cap=config_get(hf, "final_logit_softcapping", None),
         full_attention_heads=full_attention_heads(hf),

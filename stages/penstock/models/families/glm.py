@@ -40,6 +40,7 @@ def read_glm4v(hf: HfConfig) -> DecoderConfig:
         defaults={"num_key_value_heads": 2, "rms_norm_eps": 1e-5},
         rope_parameters=rope_parameters(hf),
         rope_pairs="neighbours",
+        # Of Glm4vTextAttention in transformers; config.json has no field for it.
         qkv_bias=True,
         fused_gate_up=True,
         output_norms=True,
@@ -48,25 +49,22 @@ def read_glm4v(hf: HfConfig) -> DecoderConfig:
 
 def read_glm4_moe(hf: HfConfig) -> DecoderConfig:
     """GLM-4.5: the router of DeepSeek V3, shared experts, partial RoPE, dense first layers."""
-    return decoder_config(
-        hf,
-        defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
-        rope_parameters=rope_parameters(hf, share=0.5),
-        qkv_bias=bool(config_get(hf, "attention_bias", False)),
-        qk_norm=bool(config_get(hf, "use_qk_norm", False)),
-        experts=read_routed_experts(
-            hf, layers_from(hf, 1), count=128, chosen=8, width=1408, scale=1.0
-        ),
-    )
+    return _moe_config(hf, bias=False, qk_norm=bool(config_get(hf, "use_qk_norm", False)))
 
 
 def read_glm4v_moe(hf: HfConfig) -> DecoderConfig:
     """The language model of GLM-4.5V, as GLM-4.5."""
+    return _moe_config(hf, bias=True, qk_norm=False)
+
+
+def _moe_config(hf: HfConfig, *, bias: bool, qk_norm: bool) -> DecoderConfig:
+    # `bias` is the family's default of attention_bias.
     return decoder_config(
         hf,
         defaults={"num_key_value_heads": 8, "rms_norm_eps": 1e-5},
         rope_parameters=rope_parameters(hf, share=0.5),
-        qkv_bias=bool(config_get(hf, "attention_bias", True)),
+        qkv_bias=bool(config_get(hf, "attention_bias", bias)),
+        qk_norm=qk_norm,
         experts=read_routed_experts(
             hf, layers_from(hf, 1), count=128, chosen=8, width=1408, scale=1.0
         ),

@@ -12,9 +12,9 @@ from penstock.models.families.latent import (
     unsupported_attention,
 )
 from penstock.models.families.layers import (
-    SPARSE,
     layers_of_kind,
     read_routed_experts,
+    sparse_layers,
     unsupported_activation,
 )
 from penstock.models.family import Family
@@ -103,15 +103,15 @@ def read_kimi_linear(hf: HfConfig) -> DecoderConfig:
         value_dim=width,
         kernel=config_get(own, "short_conv_kernel_size", kernel),
     )
+    # As KimiLinearConfig, which leaves out the first layer.
     full = [index for index in layers if index and index % 4 == 0]
     if "full_attn_layers" in own and "kda_layers" in own:
+        # Published files number layers from 1.
         full = [index for index in layers if index + 1 in own["full_attn_layers"]]
     types = [FULL if index in full else LINEAR for index in layers]
-    first = config_get(hf, "first_k_dense_replace", 1)
-    mlp_types = ["dense" if index < first else SPARSE for index in layers]
     experts = read_routed_experts(
         hf,
-        layers_of_kind({**hf, "layer_types": hf.get("mlp_layer_types")}, SPARSE, mlp_types),
+        sparse_layers(hf, config_get(hf, "first_k_dense_replace", 1)),
         count=256,
         chosen=8,
         width=1024,

@@ -7,18 +7,18 @@ epsilon of 1e-6 whatever `rms_norm_eps` is, the factor of scores has YaRN's `msc
 """
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from functools import partial
 from typing import Any, Literal
 
 from penstock.models.decoder_config import DecoderConfig, Scoring
 from penstock.models.families.layers import (
     ROUTED,
-    SPARSE,
     layers_from,
     per_layer,
     read_experts,
     read_routed_experts,
+    sparse_layers,
 )
 from penstock.models.family import Family
 from penstock.models.hf_config import (
@@ -137,13 +137,6 @@ def _unsupported(
         yield f"moe_layer_freq is {every}; every layer from first_k_dense_replace on has experts"
 
 
-def _sparse_layers(hf: HfConfig, first: int) -> list[int]:
-    count = config_require(hf, "num_hidden_layers")
-    default = ["dense"] * first + [SPARSE] * max(0, count - first)
-    kinds = per_layer(hf, "mlp_layer_types", default)
-    return [index for index, kind in enumerate(kinds) if kind == SPARSE]
-
-
 def read_deepseek_v2(hf: HfConfig) -> DecoderConfig:
     """DeepSeek V2 and V2 Lite: RoPE in fp32; softmax routing, greedily or within groups of experts.
 
@@ -212,7 +205,7 @@ def read_glm4_moe_lite(hf: HfConfig) -> DecoderConfig:
         defaults={"rms_norm_eps": 1e-5},
         **latent_attention(hf, ranks=(768, 512), head=(192, 64, 256)),
         rope_pairs=rotary_pairs(hf),
-        experts=read_routed_experts(hf, _sparse_layers(hf, 1), **kwargs),
+        experts=read_routed_experts(hf, sparse_layers(hf, 1), **kwargs),
     )
 
 
@@ -253,7 +246,7 @@ def _indexer(hf: HfConfig, heads: int, pairs: Literal["halves", "neighbours"]) -
 
 
 def _sparse_config(hf: HfConfig, *, groups: tuple[int, int], **specific: Any) -> DecoderConfig:
-    layers: Sequence[int] = _sparse_layers(hf, config_get(hf, "first_k_dense_replace", 3))
+    layers = sparse_layers(hf, config_get(hf, "first_k_dense_replace", 3))
     kwargs = {"count": 256, "chosen": 8, "width": 2048, "groups": groups, "scale": 2.5}
     return decoder_config(
         hf,

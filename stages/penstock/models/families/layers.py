@@ -46,7 +46,7 @@ def sparse_layers(hf: HfConfig, dense: int) -> tuple[int, ...]:
     """The layers with experts: those in `mlp_layer_types`, or all but the first `dense`."""
     count = config_require(hf, "num_hidden_layers")
     default = ["dense"] * dense + [SPARSE] * max(0, count - dense)
-    kinds = config_get(hf, "mlp_layer_types", default)[:count]
+    kinds = per_layer(hf, "mlp_layer_types", default)
     return tuple(index for index, kind in enumerate(kinds) if kind == SPARSE)
 
 

@@ -52,6 +52,7 @@ def lfm2_config(hf: HfConfig, types: list[str], **specific: Any) -> DecoderConfi
         rms_norm_eps=config_get(hf, "norm_eps", 1e-5),
         qk_norm=True,
         rope_parameters=full_rope(hf, theta=1_000_000.0),
+        # Older files say `tie_embedding`, which comes first in transformers' Lfm2Config.
         tie_word_embeddings=bool(config_get(hf, "tie_embedding", tied)),
         linear=ShortConvConfig(config_require(hf, "hidden_size"), kernel, bool(bias)),
         linear_layers=layers_of_kind(hf, CONV, types),

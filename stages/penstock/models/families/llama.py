@@ -89,6 +89,7 @@ def read_helium(hf: HfConfig) -> DecoderConfig:
         defaults={"num_key_value_heads": 20, "head_dim": 128, "rms_norm_eps": 1e-8},
         rope_parameters=full_rope(hf, theta=100_000.0),
         rope_pairs="neighbours",
+        # o_proj has none, whatever attention_bias is (transformers' HeliumAttention).
         qkv_bias=bool(config_get(hf, "attention_bias", False)),
         **mlp_bias(hf),
     )

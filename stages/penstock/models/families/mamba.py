@@ -3,7 +3,7 @@
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from penstock.core.errors import ConfigError
 from penstock.models.decoder_config import DecoderConfig, ExpertNames, TensorNames
@@ -45,6 +45,24 @@ NEMOTRON_NAMES = TensorNames(
     down_proj="mixer.down_proj",
 )
 
+# Fields of Mamba-2 layers: their names in config.json, and their defaults.
+GRANITE_FIELDS = {
+    "groups": ("mamba_n_groups", 1),
+    "state_dim": ("mamba_d_state", 256),
+    "kernel": ("mamba_d_conv", 4),
+    "conv_bias": ("mamba_conv_bias", True),
+    "bias": ("mamba_proj_bias", False),
+}
+NEMOTRON_FIELDS = {
+    "num_heads": ("mamba_num_heads", 128),
+    "head_dim": ("mamba_head_dim", 64),
+    "groups": ("n_groups", 8),
+    "state_dim": ("ssm_state_size", 128),
+    "kernel": ("conv_kernel", 4),
+    "conv_bias": ("use_conv_bias", True),
+    "bias": ("use_bias", False),
+}
+
 MLP, EXPERTS = "mlp", "moe"
 # The kinds of layers in `hybrid_override_pattern`, as files of Nemotron-H say.
 PATTERN: Mapping[str, str] = {"M": LINEAR, "*": FULL, "-": MLP, "E": EXPERTS}
@@ -63,7 +81,6 @@ def mamba_config(hf: HfConfig) -> Mamba2Config:
             f"not mamba_expand times its hidden_size ({features}). Correct the config.json that "
             "model.config_path names."
         )
-    bias = bool(config_get(hf, "mamba_proj_bias", False))
     # transformers writes infinity as {"__float__": "Infinity"}.
     least, most = (
         float(limit["__float__"] if isinstance(limit, dict) else limit)
@@ -72,15 +89,16 @@ def mamba_config(hf: HfConfig) -> Mamba2Config:
     return Mamba2Config(
         num_heads=heads,
         head_dim=head_dim,
-        groups=config_get(hf, "mamba_n_groups", 1),
-        state_dim=config_get(hf, "mamba_d_state", 256),
-        kernel=config_get(hf, "mamba_d_conv", 4),
-        conv_bias=bool(config_get(hf, "mamba_conv_bias", True)),
-        in_bias=bias,
-        out_bias=bias,
+        **_read_fields(hf, GRANITE_FIELDS),
         min_step=least,
         max_step=most,
     )
+
+
+def _read_fields(hf: HfConfig, fields: Mapping[str, tuple[str, int]]) -> dict[str, Any]:
+    values = {name: config_get(hf, field, default) for name, (field, default) in fields.items()}
+    bias, conv_bias = bool(values.pop("bias")), bool(values.pop("conv_bias"))
+    return {**values, "conv_bias": conv_bias, "in_bias": bias, "out_bias": bias}
 
 
 def read_bamba(hf: HfConfig) -> DecoderConfig:
@@ -190,17 +208,10 @@ def _layer_types(hf: HfConfig) -> Sequence[str]:
 
 
 def _nemotron_mamba(hf: HfConfig) -> Mamba2Config:
-    bias = bool(config_get(hf, "use_bias", False))
     least, most = config_get(hf, "time_step_min", 0.001), config_get(hf, "time_step_max", 0.1)
     return NemotronMamba2Config(
-        num_heads=config_get(hf, "mamba_num_heads", 128),
-        head_dim=config_get(hf, "mamba_head_dim", 64),
-        groups=config_get(hf, "n_groups", 8),
-        state_dim=config_get(hf, "ssm_state_size", 128),
-        kernel=config_get(hf, "conv_kernel", 4),
-        conv_bias=bool(config_get(hf, "use_conv_bias", True)),
-        in_bias=bias,
-        out_bias=bias,
+        **_read_fields(hf, NEMOTRON_FIELDS),
+        # Not max_step: transformers clamps steps from below, and only draws initial ones up to it.
         min_step=least,
         initial_step=InitialValues("softplus_log_uniform", min(least, most), max(least, most)),
     )

@@ -46,7 +46,9 @@ def read_olmo(hf: HfConfig) -> DecoderConfig:
         hf,
         not_native=_unsupported_limits(hf),
         norm="layer_plain",
+        # Of OlmoLayerNorm in transformers; config.json has no field for it.
         rms_norm_eps=1e-5,
+        # transformers' OLMo leaves cosines in fp32 (5.23), where Llama casts them.
         rope_fp32=True,
         **attention_bias(hf),
     )
@@ -118,6 +120,7 @@ def read_olmo_hybrid(hf: HfConfig) -> DecoderConfig:
     with norms of its outputs, as in OLMo 2."""
     layers = range(config_require(hf, "num_hidden_layers"))
     types = [FULL if index % 4 == 3 else LINEAR for index in layers]
+    # As OlmoHybridConfig: some layer has full attention, however few there are.
     types = types if FULL in types else [*types[:-1], FULL]
     # A theta of null, which a file must say, is for no RoPE in any layer.
     parameters = hf.get("rope_scaling") or hf.get("rope_parameters") or {}

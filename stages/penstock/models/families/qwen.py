@@ -55,6 +55,7 @@ def qwen_experts(
 def read_qwen2_moe(hf: HfConfig) -> DecoderConfig:
     """Qwen 1.5 and Qwen 2 MoE: softmax top-k router, a shared expert with a gated output."""
     last = config_get(hf, "max_window_layers", 28)
+    # Every second of the first layers, as Qwen2MoeConfig; dense Qwen has windows in the last ones.
     windows = range(0, min(last, config_require(hf, "num_hidden_layers")), 2)
     return decoder_config(
         hf,

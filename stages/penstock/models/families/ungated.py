@@ -80,6 +80,7 @@ def read_opt(hf: HfConfig) -> DecoderConfig:
         hidden_act="relu",
         named={"intermediate_size": "ffn_dim", "hidden_act": "activation_function"},
         norm="layer",
+        # That of nn.LayerNorm: OPT's config.json has no field for it.
         rms_norm_eps=1e-5,
         num_key_value_heads=heads,
         head_dim=hidden // heads,

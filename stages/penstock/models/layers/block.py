@@ -126,6 +126,7 @@ class Block(nn.Module):
         return self._output(x_TD + self._scaled(self.drop_mlp(y_TD)))
 
     def _output(self, x_TD: torch.Tensor) -> torch.Tensor:
+        # Cast: it is a tensor [1], not a scalar, so one in fp32 would promote a stream in 16 bits.
         return x_TD if self.layer_scalar is None else x_TD * self.layer_scalar.to(x_TD.dtype)
 
     def _scaled(self, y_TD: torch.Tensor) -> torch.Tensor:

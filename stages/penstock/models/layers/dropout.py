@@ -212,6 +212,7 @@ def _mask_inputs(
         return x.new_zeros(len(x), dtype=torch.int64), *on_host(0.0, 0)
     # A copy, because compiled code may reuse the buffer of an operator's output.
     places_T = site.local_token_indices(rng.token_indices_T).clone()
+    # As tensors: numbers would be constants of compiled code, and both differ by step.
     return places_T, *on_host(site.rate_in(rng.step), rng.key(site.site))
 
 

@@ -32,6 +32,7 @@ class Float8Linear(nn.Linear):
     """A linear layer that takes over the parameters of `base`."""
 
     def __init__(self, base: nn.Linear, product: Float8Matmul) -> None:
+        # On the meta device: the weight that nn.Linear makes is replaced at once.
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )

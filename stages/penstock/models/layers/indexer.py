@@ -150,12 +150,15 @@ class Indexer(nn.Module):
         q_TJP, k_T1P = self.rope(q_TJP, k_T1P, cos_TP, sin_TP, self.sizes.rope_pairs)
         q_TJI, k_T1I = torch.cat((q_TJP, q_TJR), -1), torch.cat((k_T1P, k_T1R), -1)
         wide = torch.promote_types(x_TD.dtype, torch.float32)
+        # transformers 5.23 keeps this matrix in fp32 (`_keep_in_fp32_modules`); autocast would
+        # round it.
         with torch.autocast(x_TD.device.type, enabled=False):
             # A layer with an adapter, or quantized, has no single matrix to cast.
             if type(self.weights_proj) is nn.Linear:
                 weight_TJ = F.linear(x_TD.to(wide), self.weights_proj.weight.to(wide))
             else:
                 weight_TJ = self.weights_proj(x_TD).to(wide)
+        # Both scales of transformers at once: a positive factor of a score passes through its relu.
         return q_TJI, k_T1I.squeeze(1), weight_TJ * (heads * width) ** -0.5
 
     def select(self, index: Index, segments: VarlenMetadata) -> torch.Tensor:

@@ -33,6 +33,7 @@ class LinearTerms(Protocol):
 
 
 # Exactly these types: DTensors and quantized tensors are subclasses of tensors too.
+# Weights of a dry run are FakeTensors.
 _PLAIN = (torch.Tensor, nn.Parameter, FakeTensor)
 
 

@@ -133,6 +133,7 @@ class ModalityMoE(MoE):
     ) -> None:
         super().__init__(config, experts, **kwargs)
         self.image = MoE(config, of_images, **kwargs)
+        # Load balancing is of the experts of text alone.
         self.image.gate.is_observed = False
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:

@@ -52,6 +52,7 @@ class RMSNorm(nn.Module):
         # fp32, or fp64 for inputs in fp64.
         wide_TD = x_TD.to(torch.promote_types(x_TD.dtype, torch.float32))
         normed_TD = wide_TD * torch.rsqrt(mean_squares(wide_TD) + self.eps)
+        # As in transformers Gemma's norms are rounded after the factor, Llama's before it.
         if self.plus_one:
             return (normed_TD * (1 + self.weight.to(normed_TD.dtype))).to(x_TD.dtype)
         return self.weight.to(x_TD.dtype) * normed_TD.to(x_TD.dtype)
@@ -99,6 +100,7 @@ class GatedRMSNorm(nn.Module):
         mean_squares: Callable[[torch.Tensor], torch.Tensor],
     ) -> torch.Tensor:
         # The same with a part of one group here.
+        # Only norms of `MAMBA_ROLES` are split, and their gates are SiLU.
         assert self.activation == "silu"
         wide = torch.promote_types(x_TD.dtype, torch.float32)
         gate_TD, wide_TD = F.silu(gate_TD.to(wide)), x_TD.to(wide)

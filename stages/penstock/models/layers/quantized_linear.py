@@ -168,6 +168,7 @@ def _weight(
     rng = current_dropout_rng()
     rng_state = [0, 0, 0] if rng is None else [1, rng.seed, rng.step]
     weight = _dequantize(op_id, (codes, scales, global_scales), dtype, rng)
+    # On the CPU: the backward pass reads it, and would wait for a GPU.
     return weight, torch.tensor(rng_state, device="cpu")
 
 
@@ -209,6 +210,7 @@ class QuantizedLinear(nn.Linear):
     """A frozen linear layer with a quantized weight."""
 
     def __init__(self, base: nn.Linear, format: Format) -> None:
+        # On the meta device: no memory for a full-width weight, which `set_weight` replaces.
         super().__init__(
             base.in_features, base.out_features, bias=base.bias is not None, device="meta"
         )

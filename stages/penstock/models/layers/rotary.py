@@ -69,6 +69,7 @@ class Rotary:
         else:
             assert segments is not None
             lengths_D = segments.cu_seqlens.diff()
+            # Without output_size repeat_interleave would read the sum of lengths from the GPU.
             inverse = self.model.frequencies_of(lengths_D).repeat_interleave(
                 lengths_D, dim=0, output_size=position_ids_T.shape[0]
             )
@@ -78,6 +79,7 @@ class Rotary:
             assert self.axes is not None
             axes = self._on(device, self.axes, torch.int64)
             positions = position_ids_T.index_select(1, axes)  # of each pair, [T, R/2]
+        # In 16 bits neighboring positions would become one: bf16 has no odd integers above 256.
         angle = positions.float() * inverse
         factor = self.attention_factor
         if self.pairs == "neighbours":

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch.autograd.function import once_differentiable
 
 from penstock.models.decoder_config import ExpertsConfig, Scoring
 from penstock.models.layers.call_hook import no_op
@@ -95,6 +96,7 @@ class Router(OpModule):
         observer = current_observer()
         if observer is None or not self.is_observed or not observer.observes_pass(self):
             return None
+        # Statistics without an auxiliary loss would keep the graph of the logits in memory.
         with torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss):
             stats = self._routing_stats(observer, *self._scores(logits_TE), choice_TK)
             grad = observer.observe(self, stats)
@@ -171,6 +173,7 @@ def sum_by_row(
     # Not `torch.bincount`, which synchronizes with the GPU.
     chosen = (row_T[:, None] * experts + choice_TK).flatten()
     counts = chosen.new_zeros((num_rows + 1) * experts)
+    # Integers: whatever order the GPU adds them in, the sum is the same.
     counts.scatter_add_(0, chosen, torch.ones_like(chosen))
     # Matmuls with the mask: index_add_ on CUDA adds in any order.
     row_mask_RT = row_mask(row_T, num_rows)
@@ -214,6 +217,7 @@ class _AddAuxLossCompiled(torch.autograd.Function):
         return weights_TK
 
     @staticmethod
+    @once_differentiable
     def backward(ctx: Any, dweights_TK: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         pull_TE, pull_T = ctx.saved_tensors
         return dweights_TK, pull_TE, pull_T, None, None
@@ -226,9 +230,9 @@ def _observe(
     choice: torch.Tensor,
     op_id: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """The weights unchanged, and the gradients from `Router.aux_loss_grads`. The weights are an
-    output so that the forward pass needs the operator: otherwise the compiler moves it into the
-    backward pass, where another observer may be current."""
+    """The weights unchanged, and the gradients from `Router.aux_loss_grads`."""
+    # The weights are an output so that the forward pass needs the operator: otherwise the compiler
+    # moves it into the backward pass, where another observer may be current.
     router = module_by_id(op_id)
     assert isinstance(router, Router)
     # An operator returns new memory: its inputs may not be its outputs.

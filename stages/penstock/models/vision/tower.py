@@ -55,6 +55,7 @@ class ImageFeatures:
         return (self.feature_index_T >= 0)[:, None]
 
     def _of_tokens(self, features_FD: torch.Tensor) -> torch.Tensor:
+        # Tokens without a feature take the first one, which the callers mask: -1 is no index.
         return features_FD.index_select(0, self.feature_index_T.clamp(min=0))
 
     def replace(self, x_TD: torch.Tensor, scale: float = 1.0) -> torch.Tensor:
@@ -143,6 +144,7 @@ class VisionTower(nn.Module):
         # Move or convert parameters, then restore the buffers, which `to_empty` leaves undefined
         # and `to` may round.
         super()._apply(fn, recurse)
+        # The model, which is no submodule, would keep the Parameters of the meta device.
         self._hf[0]._parameters.update(self._parameters)
         for name, value in self.buffer_values.items():
             owner, _, leaf = name.rpartition(".")

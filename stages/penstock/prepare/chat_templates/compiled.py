@@ -20,6 +20,8 @@ class CompiledTemplate:
 
     def __init__(self, template: Any) -> None:
         self._template = template
+        # render_jinja_template passes `documents`, too: a template that tests it would find it
+        # undefined.
         self._globals: dict[str, Any] = {**template.globals, "documents": None}
 
     def render(self, messages: Sequence[Mapping[str, Any]], variables: Mapping[str, Any]) -> str:

@@ -57,6 +57,7 @@ def resolve_chat_template(data: DataConfig) -> ChatTemplate | None:
 
     if not is_included:
         require_bounded_template(text, field)
+    # For its error, while the run is planned: what is read matters once there is data.
     template_variables(text, field)
     return ChatTemplate(text=text, kwargs=kwargs, where=field)
 
@@ -95,6 +96,7 @@ def _read(value: str, path: Path) -> str:
     try:
         require_regular(path)
         with path.open(encoding="utf-8") as file:
+            # One character more than allowed is enough to refuse a file of any size.
             return file.read(MAX_TEMPLATE + 1)
     except (FileNotFoundError, NotADirectoryError):
         raise _unknown(value) from None

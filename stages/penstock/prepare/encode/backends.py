@@ -35,6 +35,7 @@ LATER_BATCH_CHECKS = 1
 CHECK_CHARACTERS = 2000
 """Maximum characters that are compared per text."""
 
+# Texts on which tokenizers differ: contractions, runs of blanks, digits, combining marks, joiners.
 HARD_TEXTS = (
     "",
     " ",
@@ -47,8 +48,6 @@ HARD_TEXTS = (
     "<|a|> <s></s> [INST] {{x}} <think>\n</think>\n\n\n#### 42",
     "a" * 300 + " " * 40 + "\n" * 9 + "!?.,;:" * 9 + "é" * 40,
 )
-"""Texts on which tokenizers differ: contractions, runs of blanks, digits, combining marks,
-joiners."""
 
 
 class BackendMismatch(Exception):  # noqa: N818 - caught in tokenize_slice
@@ -72,6 +71,7 @@ class _Fastokens:
         ids, offsets = self._tokenizer.encode_batch_flat(
             list(texts), split_special_tokens=self._splits_special
         )
+        # A view, which copies nothing: ids are below 2**31.
         return np.frombuffer(ids, np.uint32).view(np.int32), np.frombuffer(offsets, np.int64)
 
 
@@ -84,6 +84,7 @@ class _HFTokenizers:
 
     def encode(self, texts: Sequence[str]) -> tuple[Ids, Offsets]:
         with _tokenizer_errors(self._name):
+            # encode_batch would also keep track of offsets, which nothing here reads.
             encodings = self._tokenizer.encode_batch_fast(texts, add_special_tokens=False)
         token_ids = [encoding.ids for encoding in encodings]
         offsets = to_offsets([len(ids) for ids in token_ids])
@@ -102,6 +103,7 @@ class TextEncoder:
         self._tokenizers_library = Tokenizer.from_str(its_json)
         self._tokenizers_library.encode_special_tokens = self._splits_special
         self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int32)
+        # In the text, as steps may be nested in Sequences.
         self._trims_offsets = '"ByteLevel"' in json.dumps(
             [self.definition["pre_tokenizer"], self.definition["post_processor"]]
         )
@@ -123,6 +125,7 @@ class TextEncoder:
         try:
             return self._backend.encode(texts)
         except FASTOKENS_ERRORS as error:
+            # Of the package tokenizers, then: there is nothing to fall back to.
             if self.fallback_reason:
                 raise
             self._fall_back(f"it does not support a text ({error})")
@@ -156,6 +159,7 @@ class TextEncoder:
             # Offsets exclude leading blanks of a token; extend them to the previous token.
             before = np.minimum(ends[:-1], starts[1:])
             starts[1:] = np.where(np.isin(ids[1:], self._added), starts[1:], before)
+            # Blanks left out at the ends of the text belong to its first and last token.
             starts[:1], ends[-1:] = 0, len(text)
         return ids, starts, ends
 
@@ -180,6 +184,7 @@ class TextEncoder:
     def _find_mismatches(self, texts: list[str]) -> list[str]:
         """The texts for which the backend's token ids differ from those of transformers."""
         with _tokenizer_errors(self._name):
+            # verbose=False: transformers warns of texts longer than the model's model_max_length.
             judge: Any = self._tokenizer(
                 texts, add_special_tokens=False, return_attention_mask=False, verbose=False
             )
@@ -223,6 +228,7 @@ def _ids(tokenizer: PreTrainedTokenizerBase, text: str, *, special: bool) -> lis
 
 def _special_token_texts(tokenizer: PreTrainedTokenizerBase) -> list[str]:
     added = [token.content for token in tokenizer.added_tokens_decoder.values()]
+    # Not all: Llama 3 has 256 added tokens, most of them reserved.
     return [f"a {token} b\n{token}{token}é" for token in added[:64]]
 
 

@@ -104,6 +104,8 @@ class _ParsedBatch:
 def _check_templates(
     tokenizer: PreTrainedTokenizerBase, chosen: ChatTemplate | None
 ) -> TemplateVariables:
+    # A tokenizer may have several named templates; transformers takes `tool_use` where there are
+    # tools.
     texts: Any = tokenizer.chat_template or {}
     template_name = (chosen and chosen.where) or locate_template(tokenizer)
     read = TemplateVariables(
@@ -137,6 +139,7 @@ class Encoder:
         ConfigError if its chat template is no Jinja, CapabilityError if the tokenizer is not
         supported."""
         self._loss_masker = get_loss_masker(tokenizer)  # cached, and the same for any template
+        # Without the template of the settings, which the Encoder of `with_images` applies again.
         self._plain_tokenizer = tokenizer
         if settings.chat_template:
             tokenizer = settings.chat_template.apply(tokenizer)
@@ -222,6 +225,7 @@ class Encoder:
         usable = [index for index in range(len(parsed.records)) if index not in faults]
         parsed.faults |= {parsed.records[index]: fault for index, fault in faults.items()}
         selected = [side.select(usable) for side in sides]
+        # After truncation, which finds the end of a prompt by its labels.
         if self._its.train_on_prompt and self._its.kind == "sft":
             selected = [_train_on_prompts(side) for side in selected]
         if self._its.kind == "sft":
@@ -229,9 +233,11 @@ class Encoder:
             selected = [side.weigh(factors) for side in selected]
         documents: list[Document] = []
         if self._images:
+            # Tokenized records have no documents, and no images.
             sides = [side or [Document("")] * len(parsed.records) for side in parsed.sides]
             for side, rendered in zip(selected, sides, strict=True):
                 documents = [rendered[index] for index in usable]
+                # Again, as `_train_on_prompts` has labeled the tokens of media, too.
                 faults = self._images.check(side, documents)
                 assert not faults
         return EncodedBatch(
@@ -309,6 +315,7 @@ class Encoder:
             is_plain = isinstance(turn, Conversation)
             render = self._renderer.render if is_plain else self._renderer.render_completion
             parts = conversations(turn)
+            # All before any is kept: a fault of the second would leave sides of different lengths.
             documents = [render(part) for part in parts]
             for side, document in zip(parsed.sides, documents, strict=True):
                 side.append(document)
@@ -354,6 +361,7 @@ class Encoder:
         faults: dict[int, BadRecord] = {}
         self._require_no_media_token(flat.ids)
         if self._images:
+            # `check` writes labels, which are the array of the ids where the whole text is trained.
             flat = replace(flat, labels=flat.labels.copy())
             faults = self._images.check(flat, documents)
         return flat, faults
@@ -372,6 +380,7 @@ class Encoder:
         """Truncate samples in `sides` that are too long; returns the reasons of dropped samples."""
         faults: dict[int, BadRecord] = {}
         replaced: dict[int, list[LabeledTokens]] = {}
+        # Both sides of a pair must fit, and both must have something to train.
         longest = np.max([side.lengths for side in sides], axis=0)
         trained = np.min([side.count_trained() for side in sides], axis=0)
         limit = self._its.max_seq_len
@@ -397,6 +406,8 @@ class Encoder:
                     if turns and self._images:
                         for texts, document in zip(of_side, documents, strict=True):
                             assert document.drop_turns
+                            # The dropped turns took their images along, and this document's are
+                            # stored with the sample.
                             texts[sample] = document.drop_turns(turns)
             except BadRecord as fault:
                 faults[sample] = fault

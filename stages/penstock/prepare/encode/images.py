@@ -28,8 +28,8 @@ Located = tuple[Folder | None, bytes]
 MEDIA_LIKE = re.compile("image|img|audio|video", re.IGNORECASE)
 """Names of tokens that may stand for media, such as `<image>`, `<|image_pad|>` and `[IMG]`."""
 
+# What transformers shows a template in place of a value that is no JSON.
 SHOWN = "<bytes>"
-"""What transformers shows a template in place of a value that is no JSON."""
 
 CUT = "cutting it to max_seq_len would cut an image"
 
@@ -160,6 +160,7 @@ class SliceImages:
         added = [0, *accumulate(lengths)]
 
         def moved(offset: int) -> int:
+            # side="right": a span that ends with a token also ends with the text in its place.
             return offset + added[int(np.searchsorted(ends, offset, side="right"))]
 
         parts, start = list[str](), 0

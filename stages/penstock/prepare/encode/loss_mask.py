@@ -121,9 +121,11 @@ def byte_lengths(
     levels = [step for step in _flatten(definition["pre_tokenizer"]) if step["type"] == "ByteLevel"]
     if definition["model"]["type"] != "BPE" or not levels or normalizers - {"NFC"}:
         return None
+    # The space that such a pre-tokenizer adds is a byte of a token and not of the text.
     if any(step["add_prefix_space"] for step in levels):
         return None
     vocabulary = tokenizer.get_vocab()
+    # Not len(vocabulary): the ids of some tokenizers have gaps.
     lengths = np.zeros(max(vocabulary.values()) + 1, dtype=np.int64)
     lengths[list(vocabulary.values())] = [len(token) for token in vocabulary]
     for index, token in tokenizer.added_tokens_decoder.items():

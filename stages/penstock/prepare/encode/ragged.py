@@ -54,6 +54,7 @@ class TokenSequences:
     @classmethod
     def from_list(cls, sequences: Sequence[LabeledTokens]) -> "TokenSequences":
         """Concatenate sequences."""
+        # np.concatenate refuses an empty list.
         nothing = [np.empty(0, dtype=np.int32)]
         is_weighted = any(sequence.weights is not None for sequence in sequences)
         return cls(

@@ -49,9 +49,9 @@ GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\b")
 
 STRFTIME_NOW = re.compile(r"""strftime_now\(\s*(["'])(.*?)\1\s*\)""")
 
+# Fixed date for templates that call `strftime_now`, so that tokens do not change from day to day.
+# It is the fallback date of Llama's templates.
 DATE = date(2024, 7, 26)
-"""Fixed date for templates that call `strftime_now`, so that tokens do not change from day to day.
-It is the fallback date of Llama's templates."""
 
 BREAK = "\n\n"
 """Separator of the parts of a conversation without a chat template."""
@@ -78,6 +78,7 @@ class Renderer:
         self._its = settings
         self._images = images
         variables = settings.chat_template.variables if settings.chat_template else {}
+        # apply_chat_template passes the special tokens, too: templates write bos_token themselves.
         self._names: dict[str, Any] = {**tokenizer.special_tokens_map, **variables}
         self._arguments = self._names
         """Variables of the template for the conversation that is rendered."""
@@ -148,6 +149,7 @@ class Renderer:
         self._arguments = {**self._names, **conversation.template_kwargs}
         own: Any = conversation.tools
         template = self._template(self._chat_template(own))
+        # Messages of a role and a content alone have neither calls nor reasoning.
         if any(len(message) > 2 for message in conversation.messages) or own:
             _require_tool_support(template.text, conversation)
             conversation = _rename_reasoning(template.text, conversation)
@@ -370,6 +372,8 @@ def _rename_reasoning(template: str, conversation: Conversation) -> Conversation
             if not set(has) & set(read):
                 fields = {name: value for name, value in message.items() if name not in has}
                 message = {**fields, read[0]: reasoning}
+            # As _alias_reasoning_fields of transformers 5.23, which CompiledTemplate does not go
+            # through.
             message = {"thinking": reasoning, **message, "reasoning_content": reasoning}
         messages.append(message)
     return replace(conversation, messages=messages)
@@ -404,16 +408,14 @@ def _drop_oldest_turns(
 
 
 def _require_answers(text: str, conversation: Conversation) -> None:
-    """Raise BadRecord if the end of a trained answer is not in the text.
-
-    Only the end is compared, because templates strip text and remove reasoning. Some templates
-    silently skip whole turns.
-    """
+    """Raise BadRecord if the end of a trained answer is not in the text."""
     weights = conversation.weights
     for number, message in enumerate(conversation.messages, start=1):
         if not weights[number - 1] or message["role"] != "assistant":
             continue
         answer = (message["content"] or "").rpartition("</think>")[2].strip()
+        # Some templates silently skip whole turns. Only the end is compared, because templates
+        # strip text and remove reasoning.
         if answer[-ANSWER_END:] not in text:
             raise BadRecord(
                 "template",

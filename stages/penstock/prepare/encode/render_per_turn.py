@@ -14,9 +14,9 @@ from penstock.prepare.formats.conversation import REASONING, Conversation, Messa
 Render = Callable[[Sequence[Message], bool], str]
 """(messages, add_generation_prompt) -> text."""
 
+# Replaces what a message says to find the text around it; private-use characters that no template
+# contains.
 PLACEHOLDER = "\ue000answer\ue001"
-"""Replaces what a message says to find the text around it; private-use characters that no template
-contains."""
 
 NEEDS_MARKS = (
     "so its tokens are not known; write data.chat_template: chatml (or another name), or use a "

@@ -52,6 +52,7 @@ class SpecialTokens:
         if not self._is_plain:
             return flat
         begun = [i for i, document in enumerate(documents) if self.repeats_bos(document.text)]
+        # Its own goes, since `add_affixes` gives one to each text.
         flat = flat.replace({i: flat[i].cut(slice(1, None)) for i in begun})
         is_ended = np.zeros(len(flat), dtype=np.bool_)
         filled = flat.lengths > 0

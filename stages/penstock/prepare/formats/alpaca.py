@@ -60,6 +60,7 @@ def question_turns(settings: DatasetSettings, record: Mapping[str, Any], name: s
     """The turns in `history`, then a user message of the columns `name` and `field_input`."""
     context = settings.field_input or "input"
     parts = [get_text(record, name)]
+    # A prompt in the column `input` (field_prompt: input) is not its own context.
     if context != name:
         parts.append(get_text_or_default(record, settings.field_input, context))
     question = BREAK.join(part for part in parts if part.strip())

@@ -76,6 +76,7 @@ def _is_part_list(content: list[Any]) -> bool:
 
 def _part_value(part: Message) -> Any:
     """The value of a part, in the field named as its type, `text`, `value` or `content`."""
+    # Not the first that is there: in columnar files, parts have the fields of all others, as null.
     names = (str(part["type"]), "text", "value", "content")
     return next((part[name] for name in names if part.get(name) is not None), None)
 

@@ -149,6 +149,7 @@ def _preferred_index(ranks: Any) -> int:
     if not are_two or not all(isinstance(rank, int | float) for rank in ranks):
         why = f"sort is {describe_value(ranks)} where a list of 2 numbers is meant"
         raise BadRecord("wrong_type", why)
+    # Not `==`, for which NaN is no tie: Python's JSON reads NaN.
     if not (ranks[0] < ranks[1] or ranks[1] < ranks[0]):
         raise BadRecord("bad_value", f"sort ranks both responses alike ({ranks[0]}, {ranks[1]})")
     return int(ranks[1] > ranks[0])

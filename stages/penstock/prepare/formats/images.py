@@ -26,12 +26,12 @@ BASE64 = ("base64", "data")
 FPS = "fps"
 """Member with the frames per second of a list of frames."""
 
+# Members of a video by which other libraries choose and resize its frames.
 SAMPLED = (
     *("nframes", "num_frames", "min_frames", "max_frames", "sample_fps", "raw_fps"),
     *("video_start", "video_end", "total_pixels", "min_pixels", "max_pixels"),
     *("resized_height", "resized_width"),
 )
-"""Members of a video by which other libraries choose and resize its frames."""
 
 
 def media_part(location: str, kind: MediaKind, part: Mapping[str, Any]) -> Message:

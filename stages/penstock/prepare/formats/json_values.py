@@ -6,8 +6,8 @@ from typing import Any
 
 from penstock.prepare.bad_records import BadRecord, check_text, json_type_name, wrong_type
 
+# Maximum nesting depth, because chat templates traverse values recursively.
 MAX_DEPTH = 64
-"""Maximum nesting depth, because chat templates traverse values recursively."""
 
 Object = dict[str, Any]
 
@@ -46,6 +46,8 @@ def parse_json_text(location: str, value: Any) -> Any:
         if value[error.pos : error.pos + 1] == "'":
             why += "; single quotes are Python's, write it with json.dumps"
         raise BadRecord("bad_value", why) from None
+    # A JSONDecodeError is a ValueError, too; a plain one is of int(), which takes 4,300 digits at
+    # most.
     except (ValueError, RecursionError):
         why = f"{location} is not JSON: a number is too long or it is nested too deep"
         raise BadRecord("bad_value", why) from None
@@ -66,6 +68,7 @@ def _check(location: Path, value: Any, levels: int) -> None:
         if not -(2**63) <= value < 2**64:
             raise BadRecord("bad_value", f"{_spell(location)} is a number of over 64 bits")
     elif isinstance(value, float):
+        # json.loads reads NaN and Infinity.
         if not math.isfinite(value):
             raise BadRecord("bad_value", f"{_spell(location)} is {value}, which JSON does not have")
     elif value is not None:

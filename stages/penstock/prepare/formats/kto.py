@@ -41,6 +41,7 @@ def kto(settings: DatasetSettings, record: Mapping[str, Any]) -> RatedCompletion
 def parse_kto_label(value: Any) -> bool | None:
     """True for desirable, False for undesirable; None if the value is neither."""
     label = str(value).strip().lower() if isinstance(value, str) else None
+    # Also True, which equals 1, as False does 0.
     if label in GOOD or value == 1:
         return True
     return False if label in BAD or value == 0 else None

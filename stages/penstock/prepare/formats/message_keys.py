@@ -11,6 +11,8 @@ from penstock.prepare.settings import DatasetSettings
 CALL = "tool_call"
 """Role of a message whose content is tool calls of the assistant's, as JSON."""
 
+# `developer` is a newer name of `system`; `function` and `ipython` are older names of `tool`. Most
+# chat templates do not know them and silently skip such messages.
 OPENAI_ROLES = {
     "system": "system",
     "developer": "system",
@@ -20,8 +22,6 @@ OPENAI_ROLES = {
     "function": "tool",
     "ipython": "tool",
 }
-"""`developer` is a newer name of `system`; `function` and `ipython` are older names of `tool`. Most
-chat templates do not know them and silently skip such messages."""
 
 ROLES = {
     **OPENAI_ROLES,
@@ -82,6 +82,7 @@ def message_keys(settings: DatasetSettings) -> MessageKeys:
     )
 
 
+# Asked for each record.
 @lru_cache(maxsize=64)
 def _message_keys(
     is_openai: bool,
@@ -92,7 +93,6 @@ def _message_keys(
     detail: str | None,
     trained_roles: tuple[str, ...],
 ) -> MessageKeys:
-    """Cached: asked for each record."""
     keys = OPENAI if is_openai else SHAREGPT
     keys = replace(keys, trained_roles=trained_roles, detail=detail)
     if role or content:

@@ -222,6 +222,7 @@ def _is_continuation(before: Turn, turn: Turn) -> bool:
         set(turn.message) == {"role", "content", "tool_calls"}
         and turn.message["content"] is None
         and before.is_answer
+        # A message has one loss weight.
         and before.weight == turn.weight
         and before.ranges == turn.ranges
     )

@@ -32,8 +32,8 @@ from penstock.prepare.settings import DatasetSettings
 REJECTED_RESPONSE = "rejected_response"
 """Default column of the rejected completion beside a conversation that ends with the chosen one."""
 
+# Maximum score difference: it is stored in fp32.
 MAX_SCORE_GAP = float(np.finfo(np.float32).max)
-"""Maximum score difference: it is stored in fp32."""
 
 
 def preference(settings: DatasetSettings, record: Mapping[str, Any]) -> PreferencePair:

@@ -20,8 +20,8 @@ from penstock.prepare.formats.conversation import (
 from penstock.prepare.formats.json_values import check_object, parse_json_text
 from penstock.prepare.settings import DatasetSettings
 
+# Column with variables of the chat template for one record, as in TRL.
 TEMPLATE_KWARGS = "chat_template_kwargs"
-"""Column with variables of the chat template for one record, as in TRL."""
 
 
 def parse_record(
@@ -56,6 +56,7 @@ def _parse_template_kwargs(value: Any) -> dict[str, Any]:
 
 def _parse_with_package(settings: DatasetSettings, package: str, value: Record) -> Parsed:
     assert settings.part
+    # As text: the key of a cache must have a hash, which a dict has not.
     format = _dataset_format(settings.type, json.dumps(settings.part["options"]))
     try:
         parsed = format.parse(value)

@@ -106,6 +106,7 @@ def _parse_mask(record: Record, name: str, count: int) -> npt.NDArray[np.bool_]:
     value = record[name]
     _require_length(name, value, count)
     entries = list(value)
+    # list.count compares without a step of Python for each token; True and 1.0 count as 1.
     if entries.count(0) + entries.count(1) < count:
         index, entry = next((i, e) for i, e in enumerate(entries) if e not in (0, 1))
         text = entry if isinstance(entry, int | float) else json_type_name(entry)
@@ -138,6 +139,7 @@ def _parse_ids(record: Mapping[str, Any], name: str) -> Tokens:
         bounds = (value.min(), value.max()) if len(value) else (0, 0)
     else:
         check_list(name, value, "a list of numbers")
+        # By type: a bool is an instance of int.
         if set(map(type, value)) - {int}:
             index, entry = next((i, e) for i, e in enumerate(value) if type(e) is not int)
             why = f"{name}[{index}] is {json_type_name(entry)}, not a whole number"

@@ -15,8 +15,8 @@ from penstock.prepare.formats.json_values import (
 TOOL_LISTS = ("functions", "tools", "function_declarations", "functionDeclarations")
 """Members of an object that hold a list of tools."""
 
+# Names of `parameters` in Anthropic's API and in the Model Context Protocol.
 PARAMETERS = ("input_schema", "inputSchema")
-"""Names of `parameters` in Anthropic's API and in the Model Context Protocol."""
 
 
 def parse_tools(location: str, value: Any) -> list[Object] | None:

@@ -44,12 +44,12 @@ FILES = {
     **dict.fromkeys(VIDEOS, VIDEO),
 }
 """Kinds of media, by suffix."""
+# Columns and members that may name them: frames of a video are images.
 NAMING = {column for kind in KINDS.values() for column in (*kind.sources, *kind.columns)}
-"""Columns and members that may name them: frames of a video are images."""
 TEXTS = {"txt": "text", "text": "text", "caption": "caption", "cls": "cls"}
 """Columns of text, by suffix."""
+# Suffixes of media that are not read, without which a record would be another one.
 UNREAD = ("m4a",)
-"""Suffixes of media that are not read, without which a record would be another one."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +122,7 @@ def _member(info: tarfile.TarInfo, content: bytes = b"", position: int = 0) -> M
 
 def _is_content_read(info: tarfile.TarInfo) -> bool:
     member = _member(info)
+    # tarfile would go back to the target of a link, which a stream cannot.
     if member is None or member.is_link:
         return False
     return member.is_read and info.size <= member.max_size
@@ -172,6 +173,7 @@ def _why_unusable(members: Sequence[Member]) -> str | None:
 
 
 def _with_media(record: dict[str, Any], kind: MediaKind, files: dict[str, bytes]) -> dict[str, Any]:
+    # Members have their folder in their name, and the JSON may name them without.
     by_name = files | {basename(name): content for name, content in files.items()}
     placed = 0
 

@@ -14,11 +14,11 @@ from penstock.prepare.readers.decompress import hold
 from penstock.prepare.readers.expansion import Expansion
 from penstock.prepare.readers.row_sizes import ROW_BYTES
 
+# Bytes of a message without its body, and of a footer: of some 200,000 columns or batches.
 MAX_METADATA = 16 << 20
-"""Bytes of a message without its body, and of a footer: of some 200,000 columns or batches."""
 
+# Bytes of a compressed record batch, which Arrow decompresses whole.
 MAX_BATCH = 4 * MAX_RECORD_BYTES
-"""Bytes of a compressed record batch, which Arrow decompresses whole."""
 
 TRAILER = struct.Struct("<i6s")
 """Length of the footer, and the magic bytes at the end of a file."""
@@ -86,6 +86,7 @@ def _read_metadata(raw: BinaryIO, offset: int, expansion: Expansion) -> "tuple[_
         # Messages of before Arrow 0.15 do not have it.
         if prefix == CONTINUATION:
             prefix = raw.read(4)
+        # A stream ends with a length of 0, or simply with its file.
         if prefix in (b"", bytes(4)):
             return None
         length = int.from_bytes(prefix, "little", signed=True)

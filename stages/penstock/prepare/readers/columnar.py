@@ -19,8 +19,8 @@ from penstock.prepare.readers.records import BATCH, BATCH_BYTES, Chunk, Value
 from penstock.prepare.readers.row_groups import BATCH_MEMORY, open_parquet, plan_row_group
 from penstock.prepare.readers.row_sizes import ROW_BYTES, batch_sizes
 
+# Magic bytes of an Arrow file; an Arrow stream has none.
 ARROW_FILE = b"ARROW1"
-"""Magic bytes of an Arrow file; an Arrow stream has none."""
 
 
 def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]:
@@ -33,6 +33,8 @@ def parquet(source: SourceFile, span: tuple[int, int] | None) -> Iterator[Chunk]
             plan = plan_row_group(file, group, raw, codecs[group], source, expansion)
             reader, after = file, row + plan.num_rows
             if plan.dictionaries:
+                # Which columns are read as dictionaries is set for a whole reader; the footer is
+                # not read again.
                 reader = open_parquet(stream, plan.dictionaries, file.metadata)
             for batch in reader.iter_batches(batch_size=plan.rows_at_once, row_groups=[group]):
                 yield from _iter_chunks(source, batch, plan.location, row, expansion)
@@ -63,6 +65,8 @@ def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
     with arrow_errors(source, "arrow"), source.open_arrow() as (stream, raw):
         expansion = Expansion(source.name, stream.size())
         checked = iter_record_batches(raw, expansion)
+        # Before the reader: Arrow allocates what the schema and dictionaries in front claim as it
+        # reads them.
         offset = next(checked, None)
         reader = pa.ipc.open_stream(stream)
 

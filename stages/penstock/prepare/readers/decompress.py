@@ -71,12 +71,10 @@ class SourceFile:
 
     @contextmanager
     def open_arrow(self) -> Generator[tuple[pa.NativeFile, BinaryIO]]:
-        """(the file for pyarrow, the same for Python, whose offset is its own if it is local).
-
-        Not memory-mapped, because mapped pages count as used memory.
-        """
+        """(the file for pyarrow, the same for Python, whose offset is its own if it is local)."""
         with open_file(self.location, self.pinned) as raw:
             if isinstance(self.location, Path):
+                # Not memory-mapped: mapped pages count as used memory.
                 with pa.OSFile(str(self.location)) as stream:
                     yield stream, raw
             else:
@@ -93,11 +91,14 @@ def hold(raw: BinaryIO, start: int, stop: int) -> None:
 
 def _open_decompressed(raw: BinaryIO, compression: str) -> Any:
     if compression == "gzip":
+        # It reads concatenated streams itself, and raises BadGzipFile for anything else after the
+        # first.
         return gzip.GzipFile(fileobj=raw, mode="rb")
     if compression == "bz2":
         return _StreamsRawIO(raw, bz2.BZ2Decompressor)
     if compression == "xz":
         return _StreamsRawIO(raw, lzma.LZMADecompressor)
+    # zstd: the standard library has it from Python 3.14 on.
     return pa.CompressedInputStream(pa.PythonFile(raw, mode="r"), compression)
 
 

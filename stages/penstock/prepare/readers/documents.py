@@ -41,6 +41,7 @@ def json_document(file: SourceFile) -> Iterator[Chunk]:
     truncated or is not JSON.
     """
     with file.open() as raw:
+        # -sig: json refuses a byte order mark, with which some editors begin a file.
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig")
         reader = _JsonReader(stream, file)
         is_array = reader.peek() == "["
@@ -90,6 +91,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
         # With newline="", line ends within quotes stay as they are in the file.
         stream = io.TextIOWrapper(raw, encoding="utf-8-sig", newline="")
         lines = _iter_text_lines(stream, file)
+        # strict: else a quote that is never closed makes one field of the rest of the file.
         reader = csv.reader(lines, strict=True, delimiter=detect_delimiter(file))
         try:
             header = next(reader, None)
@@ -106,6 +108,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
                     f"{file.name} has no header: its first line has {data[:40]!r}, which names no "
                     "column.\n  Write the names of the columns into its first line."
                 )
+            # `if row`: of a blank line, csv.reader makes an empty list.
             rows = ((reader.line_num, row, sum(map(len, row))) for row in reader if row)
             yield from group_items(rows, lambda rows: [_parse_row(header, row) for row in rows])
         except (csv.Error, UnicodeDecodeError) as error:
@@ -116,6 +119,7 @@ def csv_rows(file: SourceFile) -> Iterator[Chunk]:
 
 def _iter_text_lines(stream: TextIO, file: SourceFile) -> Iterator[str]:
     number = 1
+    # csv.field_size_limit is for fields: csv.reader is given a whole line, however long, before.
     while line := stream.readline(file.max_record_bytes + 1):
         if len(line) > file.max_record_bytes:
             raise file.too_large(f"line {number:,}")
@@ -212,6 +216,7 @@ class _JsonReader:
                 location = f"{self._name}:{self.line}"
                 raise StageError(f"{location}: the record that begins here: {error}.") from error
             except (ValueError, RecursionError) as error:
+                # It may only be cut off by the end of what was read so far.
                 if self._refill():
                     continue
                 line, why = self.line, "nested too deeply"

@@ -8,8 +8,8 @@ from dataclasses import dataclass
 
 from penstock.core.errors import StageError
 
+# Bytes of content for each byte of a file; texts are compressed to a tenth.
 RATIO = 1000
-"""Bytes of content for each byte of a file; texts are compressed to a tenth."""
 
 FLOOR = 256 << 20
 """Bytes of content that any file may have."""

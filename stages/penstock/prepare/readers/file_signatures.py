@@ -45,6 +45,7 @@ def _require_utf8(name: str, head: bytes) -> None:
     # The mark of UTF-32 begins with that of UTF-16.
     marks = {"UTF-32": (codecs.BOM_UTF32_LE, codecs.BOM_UTF32_BE), "UTF-16": UTF16_MARKS}
     encoding = next((kind for kind, mark in marks.items() if head.startswith(mark)), None)
+    # Without a mark: of ASCII characters, every second byte of UTF-16 is zero.
     if encoding or head[:2].count(0) or head.count(0) > len(head) // 4:
         raise StageError(
             f"{name} is {encoding or 'UTF-16 or UTF-32 text, or no text'}, and "

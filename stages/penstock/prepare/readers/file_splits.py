@@ -36,8 +36,8 @@ from penstock.prepare.readers.lines import BOM, line_start, parse_line
 from penstock.prepare.readers.megatron import read_index
 from penstock.prepare.readers.row_groups import open_parquet
 
+# Approximate bytes per piece: seconds of work for one process.
 SLICE_BYTES = 16 << 20
-"""Approximate bytes per piece: seconds of work for one process."""
 
 ROWS = 1000
 """Hub data sets are split at multiples of this number of rows."""
@@ -46,8 +46,8 @@ FORMAT = 3
 """Increase it if the same file must be split differently."""
 
 BLOCK = 1 << 20
+# Number of threads that compute digests; hashlib releases the GIL.
 THREADS = 8
-"""Number of threads that compute digests; hashlib releases the GIL."""
 
 Reader = Literal[
     "json_lines",
@@ -202,9 +202,11 @@ def _split_file(file: SourceFile, ds_type: str | None) -> list[FileSplit]:
 
     def cuts() -> list[SplitSpec]:
         pieces = list(_SPLITTERS[kind](file))
+        # Before they are cached: under the digest of this content, cuts of another would stay.
         require_unchanged([file, file.data_file])
         return pieces
 
+    # Its reader is replaced by that of each cut.
     whole_file = FileSplit("csv", file.name, content, file)
     return [_build_split(whole_file, cut) for cut in cached_value(cache_key, cuts)]
 
@@ -243,6 +245,8 @@ def _split_lines(reader: Reader, file: SourceFile) -> Iterator[SplitSpec]:
     elif isinstance(file.location, Path):
         yield from _split_local_lines(reader, file.location, size)
     else:
+        # Not at line starts: to find these, and to digest the lines, would fetch the file to plan a
+        # run.
         for start in range(0, size, SLICE_BYTES):
             stop = min(start + SLICE_BYTES, size)
             yield _spec(reader, (start, stop), None if start else 0, stop - start)
@@ -251,10 +255,12 @@ def _split_lines(reader: Reader, file: SourceFile) -> Iterator[SplitSpec]:
 def _split_local_lines(reader: Reader, path: Path, size: int) -> Iterator[SplitSpec]:
     with path.open("rb") as stream:
         bounds = [*(line_start(stream, index) for index in range(0, size, SLICE_BYTES)), size]
+    # A line that is longer than a slice gives empty spans.
     spans = [(start, stop) for start, stop in pairwise(bounds) if start < stop]
     with ThreadPoolExecutor(min(THREADS, len(spans))) as pool:
         read = list(pool.map(lambda span: _digest_and_count_lines(path, *span), spans))
     lines_before = accumulate((lines for _, lines in read), initial=0)
+    # strict=False: the sums have one more, the total.
     for span, (digest, _), before in zip(spans, read, lines_before, strict=False):
         yield _spec(reader, span, before, span[1] - span[0], lines_sha256=digest)
 
@@ -333,6 +339,7 @@ def _split_parquet(file: SourceFile) -> Iterator[SplitSpec]:
     start, rows, num_bytes, before = 0, 0, 0, 0
     for index, group in enumerate(groups, start=1):
         rows += group.num_rows
+        # Of the columns before compression: how well they compress says nothing about the work.
         num_bytes += group.total_byte_size
         if num_bytes >= SLICE_BYTES or index == len(groups):
             yield _spec("parquet", (start, index), before, num_bytes)
@@ -352,6 +359,7 @@ def _split_arrow(file: SourceFile) -> Iterator[SplitSpec]:
     count = max(1, min(batches, -(-size // SLICE_BYTES)))
     for number in range(count):
         span = (batches * number // count, batches * (number + 1) // count)
+        # None: the footer of an Arrow file does not have the numbers of rows.
         yield _spec("arrow_file", span, None if number else 0, size // count)
 
 

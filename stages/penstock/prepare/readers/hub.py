@@ -24,8 +24,8 @@ Pin = Mapping[str, Any]
 """repo, commit, name, split, data_files (see `penstock.core.sources.pin`)."""
 
 
+# A slice of one split, as `datasets` reads them, without negative numbers.
 SLICE = re.compile(r"(?P<name>[\w.-]+)\[(?P<start>\d*):(?P<stop>\d*)(?P<percent>%?)\]")
-"""A slice of one split, as `datasets` reads them, without negative numbers."""
 
 
 def open_hub(pin: Pin, token: bool | None) -> Dataset:
@@ -74,6 +74,7 @@ def _first_of_slice(
     # Of a split with fewer rows than this, a share of less than `count` rows is read.
     enough = -(-count * 100 // stop) if stop else 0
     rows = list(islice(stream, enough))
+    # As `datasets` rounds a share (`_pct_to_abs_closest`).
     return rows[:count] if len(rows) == enough else rows[: round(len(rows) * stop / 100)]
 
 
@@ -121,6 +122,7 @@ def _load_arguments(pin: Pin) -> tuple[Any, ...]:
     return pin["repo"], pin["commit"], pin["name"], pin["split"], tuple(files) if files else None
 
 
+# Opened once per process.
 @lru_cache(maxsize=8)
 def _load(
     repo: str,
@@ -132,7 +134,7 @@ def _load(
     *,
     streaming: bool,
 ) -> Any:
-    """Cached: opened once per process. Without a split: `train`, or the only split."""
+    """Without a split: `train`, or the only split."""
     part: dict[str, Any] = {
         "revision": commit,
         "data_files": list(data_files) if data_files else None,
@@ -142,8 +144,10 @@ def _load(
     with _Fetching({"repo": repo, "commit": commit}):
         try:
             return load_dataset(repo, name, split=split or "train", streaming=streaming, **part)
+        # What datasets raises for a split that is not there.
         except ValueError:
             splits = [] if split else get_dataset_split_names(repo, name, **part)
+            # If `train` is there, the error is about something else.
             if len(splits) != 1 or splits == ["train"]:
                 raise
             return load_dataset(repo, name, split=splits[0], streaming=streaming, **part)

@@ -39,11 +39,11 @@ from penstock.prepare.settings import DatasetSettings
 FORMAT = 5
 """Increase it if the same data must be found to name other images."""
 
+# Names of columns and members, and types of parts: every record with media has one of them.
 WORDS = (*MEDIA_WORDS, "image_info", *FOLDER_COLUMNS)
-"""Names of columns and members, and types of parts: every record with media has one of them."""
 
+# One of these words in JSON, which may be a text in JSON.
 MENTION = re.compile(rb'"(?:%s)\\*"' % "|".join(WORDS).encode())
-"""One of these words in JSON, which may be a text in JSON."""
 
 BARE = re.compile("|".join(KINDS).encode())
 """The same among the values of a column."""
@@ -227,8 +227,8 @@ def _mentions(batch: pa.RecordBatch, searched: Searched) -> bool:
     return False
 
 
+# Those of dictionaries too, which `Array.buffers` leaves out.
 def _buffers(arrays: Iterable[Any]) -> Iterator[pa.Buffer]:
-    """Those of arrays and of their dictionaries, which `Array.buffers` leaves out."""
     for array in arrays:
         yield from filter(None, array.buffers())
         if pa.types.is_dictionary(array.type):

@@ -51,6 +51,7 @@ def text_lines(file: SourceFile, span: Span | None) -> Iterator[Chunk]:
         number = 1
         for lines in _iter_line_batches(stream, file, span):
             if number == 1 and not (span and span[0]):
+                # Only at the beginning of a file: elsewhere the same bytes are text.
                 lines[0] = lines[0].removeprefix(BOM)
             yield Chunk(lines, range(number, number + len(lines)), _parse_texts)
             number += len(lines)
@@ -91,6 +92,7 @@ def line_start(stream: BinaryIO, offset: int) -> int:
         return 0
     # From the byte before: if it ends a line, the next one starts at `offset` itself.
     stream.seek(offset - 1)
+    # A file without line ends is one line, which a plain readline would hold whole.
     while block := stream.readline(BLOCK):
         offset += len(block)
         if block.endswith(b"\n"):
@@ -112,7 +114,10 @@ def _iter_line_batches(
         if not block:
             return
         if not block.endswith(b"\n"):
+            # One byte more than is allowed: a longer line is seen to be too long, and not read to
+            # its end.
             block += stream.readline(file.max_record_bytes + 1)
+        # Not splitlines, which also ends a line at a carriage return.
         lines = io.BytesIO(block).readlines()
         if len(block) > file.max_record_bytes and (
             large := next((line for line in lines if len(line) > file.max_record_bytes), None)

@@ -39,8 +39,8 @@ DTYPES: Mapping[int, str] = {1: "u1", 2: "i1", 3: "<i2", 4: "<i4", 5: "<i8", 8: 
 FLOAT_CODES = (6, 7)
 """Codes of floating-point dtypes, which are not token ids."""
 
+# Upper bound on token offsets: beyond any file, but its byte offset fits in 64 bits.
 MAX_TOKENS = 1 << 56
-"""Upper bound on token offsets: beyond any file, but its byte offset fits in 64 bits."""
 
 Numbers = npt.NDArray[np.int64]
 Bytes = npt.NDArray[np.uint8]
@@ -120,6 +120,7 @@ def read_index(file: SourceFile) -> MegatronIndex:
             f"{file.name} is not a Megatron index: {error}.\n"
             "  Write both files again, or use another prefix."
         ) from None
+    # Not in the cached function: its key does not change with the data file.
     available = file.data_file.location.stat().st_size
     if (end := index.out_of_range_end(available)) is not None:
         raise StageError(
@@ -137,6 +138,7 @@ def _read_index_file(path: Path, stamp: tuple[int, int]) -> MegatronIndex:
 
 
 def _map_file(path: Path) -> Bytes:
+    # np.memmap refuses an empty file.
     empty = not path.stat().st_size
     return np.empty(0, np.uint8) if empty else np.memmap(path, dtype=np.uint8, mode="r")
 

@@ -18,28 +18,28 @@ import pyarrow.parquet as pq
 from penstock.prepare.readers.compact_protocol import CompactReader, Struct
 
 FIRST_READ = 1 << 10
+# Bytes of a page header, as in Arrow.
 MAX_PAGE_HEADER = 16 << 20
-"""Bytes of a page header, as in Arrow."""
 
+# Repetition levels of one page that are decoded; of longer ones, all values may be of one row.
 MAX_LEVEL_BYTES = 16 << 20
-"""Repetition levels of one page that are decoded; of longer ones, all values may be of one row."""
 
 DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 """Values of `PageType`."""
 
+# Codecs by number; pages of others, such as that of Hadoop's LZ4, are not decompressed here.
 CODECS = {0: "", 1: "snappy", 2: "gzip", 4: "brotli", 6: "zstd", 7: "lz4_raw"}
-"""Codecs by number; pages of others, such as that of Hadoop's LZ4, are not decompressed here."""
 
 DICTIONARY_ENCODINGS = (2, 8)
+# DELTA_BYTE_ARRAY: values share prefixes.
 PREFIX_ENCODING = 7
-"""DELTA_BYTE_ARRAY: values share prefixes."""
 RLE = 3
 
 WIDTHS = {"BOOLEAN": 1, "INT32": 4, "FLOAT": 4, "INT64": 8, "DOUBLE": 8, "INT96": 12}
 """Bytes of a value, by physical type."""
 
+# Logical types whose dictionaries Arrow can keep.
 TEXTS = ("NONE", "STRING", "JSON", "ENUM", "BSON")
-"""Logical types whose dictionaries Arrow can keep."""
 
 
 class PageError(ValueError):

@@ -20,8 +20,8 @@ from penstock.rows.arrow import to_arrow
 BATCH = 1000
 """Maximum records per batch."""
 
+# Size at which a batch is closed, which bounds memory for long records.
 BATCH_BYTES = 1 << 20
-"""Size at which a batch is closed, which bounds memory for long records."""
 
 Value = dict[str, Any] | BadRecord
 """A record, or the reason why it cannot be read."""

@@ -20,14 +20,14 @@ from penstock.prepare.readers.parquet_pages import (
 from penstock.prepare.readers.records import BATCH, BATCH_BYTES
 from penstock.prepare.readers.row_sizes import ROW_BYTES
 
+# Entries of a list in the footer: columns, row groups. Arrow takes 2 KB for a column.
 MAX_COLUMNS = 200_000
-"""Entries of a list in the footer: columns, row groups. Arrow takes 2 KB for a column."""
 
 BATCH_MEMORY = 64 << 20
 """Bytes of the rows that Arrow decodes at once, apart from the pages that they are in."""
 
+# Rows at once where texts are read as indices: each batch has the whole dictionary.
 ROWS_OF_INDICES = 1 << 16
-"""Rows at once where texts are read as indices: each batch has the whole dictionary."""
 
 
 @dataclass(frozen=True)
@@ -46,6 +46,8 @@ def open_parquet(
 ) -> pq.ParquetFile:
     """Open a file whose pages are read one at a time. Raises ArrowInvalid if its row groups do not
     have all its rows."""
+    # pre_buffer would read all column chunks of a row group ahead; a buffer reads them piece by
+    # piece.
     file = pq.ParquetFile(
         stream,
         metadata=metadata,
@@ -73,6 +75,7 @@ def plan_row_group(
     metadata, location = file.metadata.row_group(group), f"row group {group + 1:,}"
     expansion.check(metadata.num_rows * ROW_BYTES, f"rows in {location}")
     ranges = [chunk_range(metadata.column(i)) for i in range(metadata.num_columns)]
+    # Before the page headers are read: of a remote file, each would be a request of its own.
     hold(raw, min(start for start, _ in ranges), max(stop for _, stop in ranges))
     bounds = _Bounds(raw, source, location)
     try:

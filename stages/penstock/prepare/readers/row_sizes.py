@@ -36,6 +36,7 @@ def row_sizes(array: Any) -> Sizes:
         return row_sizes(array.storage)
     if pa.types.is_dictionary(kind):
         sizes = row_sizes(array.dictionary)
+        # fill_null: where a value is null, Arrow leaves any number as its index.
         return sizes if isinstance(sizes, int) else sizes[_numbers(array.indices.fill_null(0))]
     if pa.types.is_struct(kind):
         return sum((row_sizes(array.field(i)) for i in range(kind.num_fields)), VALUE_BYTES)

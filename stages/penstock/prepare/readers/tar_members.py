@@ -10,8 +10,8 @@ from typing import BinaryIO
 
 from penstock.core.errors import StageError
 
+# Bytes of a header that extends another one, such as a long name: `tarfile` reads it at once.
 MAX_EXTENSION = 1 << 20
-"""Bytes of a header that extends another one, such as a long name: `tarfile` reads it at once."""
 
 EXTENSIONS = (
     tarfile.XHDTYPE,
@@ -20,8 +20,8 @@ EXTENSIONS = (
     tarfile.GNUTYPE_LONGNAME,
     tarfile.GNUTYPE_LONGLINK,
 )
+# What `tarfile` raises for damaged headers.
 DAMAGED = (tarfile.TarError, EOFError, ValueError, OverflowError, IndexError)
-"""What `tarfile` raises for damaged headers."""
 
 BLOCK = 1 << 20
 
@@ -36,8 +36,10 @@ def iter_members(
     """
     number = 1
     try:
+        # "r|" never seeks: decompressed streams cannot.
         with tarfile.open(fileobj=stream, mode="r|", tarinfo=_CheckedInfo) as archive:
             while info := archive.next():
+                # GNU tar's binary form of large sizes can be negative.
                 if info.size < 0:
                     raise tarfile.ReadError(f"a size of {info.size} bytes")
                 source = archive.extractfile(info) if is_read(info) else None

@@ -20,8 +20,8 @@ FEWEST = 4
 and at least this many, contain it."""
 
 SLOTS_PER_RUN = 16
+# Size of the hash table that filters n-grams before the binary search: most have empty slots.
 MOST_SLOTS = 1 << 27
-"""Size of the hash table that filters n-grams before the binary search: most have empty slots."""
 
 
 def half_ngram(length: int) -> int:
@@ -63,6 +63,7 @@ def ngrams_excluding_common(
         shorter = ngram_hashes(samples, half_ngram(length))
         starts = shorter.starts[np.isin(shorter.hashes, common)]
         steps = np.zeros(len(samples.values) + 1, dtype=np.int64)
+        # Not `steps[starts] += 1`, which adds once where an index is there twice.
         np.add.at(steps, starts, 1)
         np.add.at(steps, starts + half_ngram(length), -1)
         covered = np.concatenate([[0], np.cumsum(np.cumsum(steps)[:-1] > 0)])

@@ -21,6 +21,7 @@ def token_digests(batches: Iterable[pa.RecordBatch]) -> Hashes:
 
 def exact_duplicates(digests: Hashes) -> Indices:
     """For every sample the first one with the same digest; -1 if it is the first itself."""
+    # lexsort is stable: of equal digests, that of the first sample comes first.
     order = np.lexsort((digests[1], digests[0]))
     again = np.zeros(len(order), dtype=bool)
     again[1:] = (digests[:, order[1:]] == digests[:, order[:-1]]).all(axis=0)
@@ -34,11 +35,13 @@ def _digests(batch: pa.RecordBatch) -> Iterator[bytes]:
     columns = [
         flat(batch.column(name)) for name in batch.schema.names if name.endswith("input_ids")
     ]
+    # A memoryview, whose slices are no copies.
     raw = [np.ascontiguousarray(values).view(np.uint8).data for values, _ in columns]
     bounds = [(offsets.astype(np.int64) * values.itemsize).tolist() for values, offsets in columns]
     judged = batch.column("desirable").to_pylist() if "desirable" in batch.schema.names else None
     images = batch.column(IMAGES).to_pylist() if IMAGES in batch.schema.names else None
     for row in range(batch.num_rows):
+        # The personalization parts samples with the same tokens that are judged differently.
         digest = blake2b(digest_size=16, person=b"good" if judged and judged[row] else b"")
         for values, ends in zip(raw, bounds, strict=True):
             start, end = ends[row], ends[row + 1]

@@ -139,6 +139,7 @@ def _publish(values: Array, target: Path) -> None:
     # Several processes may write the same feature at the same time.
     part = target.with_name(f"{target.name}.{uuid4().hex}{PART}")
     try:
+        # To a stream: np.save appends .npy to a path that ends otherwise.
         with part.open("wb") as sink:
             np.save(sink, values)
         digest = sha256_file(part)

@@ -66,6 +66,7 @@ class SamplePool:
         self._state, self._slices = choice, slice_indices
         self._rows = [np.flatnonzero(choice.keep_masks[index]) for index in slice_indices]
         self._starts = np.cumsum([0, *map(len, self._rows)], dtype=np.int64)
+        # Of the instance: a cache of the module would keep the files mapped.
         self._open = lru_cache(64)(_map_with_starts)
         self.shingles = lru_cache(SHINGLE_CACHE_SIZE)(self._shingles)
 

@@ -33,6 +33,7 @@ def column_hashes(item: Slice, path: Path, column: str, token: bool | None = Non
                     f"(data.split_by); it has {', '.join(record)}.\n"
                     "  Name a column that every record has."
                 )
+            # default=str: columns of Arrow may have times, decimals and bytes, which JSON has not.
             hashes[first + index] = hash_text(json.dumps(value, sort_keys=True, default=str))
         first += len(batch.values)
     return np.array([hashes[row] for row in rows.tolist()], dtype=np.uint64)

@@ -31,9 +31,9 @@ PERMUTATIONS = 128
 RECALL = 0.999
 """Minimum probability that a pair at the threshold becomes a candidate."""
 
+# Maximum samples per bucket that later samples are compared with: a part that many samples share (a
+# long system prompt) would make the time quadratic.
 MAX_PER_BUCKET = 1000
-"""Maximum samples per bucket that later samples are compared with: a part that many samples share
-(a long system prompt) would make the time quadratic."""
 
 MAX_CANDIDATES = 32
 """Maximum candidates per sample that are compared, those with most shared bands first."""
@@ -117,6 +117,7 @@ def _shared_buckets(bands: Iterable[Bands]) -> tuple[Indices, Indices]:
     for band in bands:
         order = np.argsort(band, kind="stable")
         same = np.diff(band[order], prepend=np.uint32(0)) == 0
+        # Nothing is before the first, which may be the 0 that is prepended.
         same[:1] = False
         shared = same | np.append(same[1:], [False])[: len(same)]
         starts = shared & ~same

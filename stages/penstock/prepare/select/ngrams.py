@@ -20,8 +20,8 @@ from penstock.rows.sample_order import Indices
 Hashes = npt.NDArray[np.uint64]
 
 CHUNK_TOKENS = 1 << 17
+# Approximate tokens and samples that are hashed at once: they fit in the CPU cache.
 CHUNK_SAMPLES = 1 << 12
-"""Approximate tokens and samples that are hashed at once: they fit in the CPU cache."""
 
 _BASE = 0x9E3779B97F4A7C15
 # 2**64 over the golden ratio; only odd numbers have an inverse modulo 2**64.
@@ -82,6 +82,7 @@ def ngram_hashes(
     ends = np.minimum(starts + length, offsets[of_list + 1])
     values = samples.values
     sums = np.zeros(len(values) + 1, dtype=np.uint64)
+    # splitmix64 maps 0 to 0, with which token 0 would add nothing to a polynomial.
     tokens = splitmix64(values.astype(np.uint64) + np.uint64(1))
     # Prefix sums of token * base**place, modulo 2**64: a difference is an n-gram's polynomial times
     # base**start, which the inverse takes away wherever it starts.

@@ -19,16 +19,16 @@ from penstock.rows.packing.random_start import random_starts, repack
 from penstock.rows.packing.rows import Rows, build_rows, row_starts
 from penstock.rows.packing.sorting import count_values, stable_argsort
 
+# Maximum samples that are packed together. Larger groups are split into random blocks, which bounds
+# memory and costs less than one row.
 BLOCK = 1 << 20
-"""Maximum samples that are packed together. Larger groups are split into random blocks, which
-bounds memory and costs less than one row."""
 
 CLOSE = 10_000
 """A plan within one row per `CLOSE` rows of the lower bound ends the search."""
 
+# With fewer samples there are more rounds of mixing: there are fewer rows to swap with, and it
+# takes almost no time.
 THOROUGH = 240_000
-"""With fewer samples there are more rounds of mixing: there are fewer rows to swap with, and it
-takes almost no time."""
 
 
 def multipack(

@@ -19,19 +19,19 @@ from penstock.rows.packing.sorting import count_values, ranges, stable_argsort
 Start = tuple[Sizes, Indices, Indices]
 """(samples row by row, number of samples of each row, number of tokens of each row)."""
 
+# Shares of all tokens to hold back, tried from the smallest: less is more random.
 SHARES = (0.04, 0.06, 0.09, 0.13, 0.19, 0.28, 0.4)
-"""Shares of all tokens to hold back, tried from the smallest: less is more random."""
 
+# Share of the target rows that is opened before gaps are filled. The rest is for samples that fit
+# no gap.
 OPENED = 0.99
-"""Share of the target rows that is opened before gaps are filled. The rest is for samples that fit
-no gap."""
 
+# Approximate rows per stretch. Stretches of consecutive samples are packed in parallel (SIMD); the
+# last row of each stretch stays emptier than the others.
 ROWS_PER_STRETCH = 64
-"""Approximate rows per stretch. Stretches of consecutive samples are packed in parallel (SIMD); the
-last row of each stretch stays emptier than the others."""
 
+# Minimum number of stretches for which packing in parallel is faster.
 MIN_STRETCHES = 128
-"""Minimum number of stretches for which packing in parallel is faster."""
 
 PROBED = 1 << 13
 """Number of samples from which the size of gaps is estimated."""
@@ -78,11 +78,9 @@ def repack(
 
 
 def _hold_back(sizes: Sizes, limit: int) -> tuple[Indices, Indices]:
-    """Indices of samples placed first, and of those held back: half of those up to `limit`.
-
-    Samples are in random order, so every second one is a random half.
-    """
+    """Indices of samples placed first, and of those held back: half of those up to `limit`."""
     is_small = sizes <= limit
+    # Samples are in random order, so every second one is a random half.
     is_small[1::2] = False
     return np.flatnonzero(~is_small), np.flatnonzero(is_small)
 

@@ -26,11 +26,11 @@ from penstock.server.protocol.zmq_channel import connecting
 
 LOG = logging.getLogger(__name__)
 
+# Longer than clients keep an idle connection, so that they do not write to a closed one.
 KEEP_ALIVE_SECONDS = 75
-"""Longer than clients keep an idle connection, so that they do not write to a closed one."""
 GRACE_SECONDS = 5  # Seconds for open requests to finish on shutdown
+# Seconds that polls still wait on shutdown: their result may arrive.
 POLL_SECONDS = GRACE_SECONDS - 1.0
-"""Seconds that polls still wait on shutdown: their result may arrive."""
 LOOK_SECONDS = 0.1
 
 
@@ -70,6 +70,8 @@ async def serve(job: ServerJob, keys: tuple[str, ...]) -> None:
             host=job.api_host,
             port=job.api_port,
             http=cast(Any, partial(Connection, app.state.service.connections)),
+            # Else uvicorn hands a connection that asks for WebSocket to a protocol without these
+            # limits.
             ws="none",
             backlog=backlog,
             # Its own handlers would not have the limit of log lines.

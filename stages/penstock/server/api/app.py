@@ -37,9 +37,9 @@ from penstock.server.api.wire.codec_pool import CodecPool
 from penstock.server.protocol.codec import Channel, Encoded
 from penstock.server.protocol.envelopes import FromScheduler, ToScheduler
 
+# Bytes of concurrent request bodies in addition to one body of maximum size, so that one owner
+# cannot block the others.
 SHARED_BYTES = 128 << 20
-"""Bytes of concurrent request bodies in addition to one body of maximum size, so that one owner
-cannot block the others."""
 
 
 def create_app(

@@ -162,6 +162,7 @@ async def get_context(request: Request) -> RequestContext:
     return RequestContext(
         request.app.state.service,
         request.state.owner,
+        # A client chooses it, and it is kept as long as the future.
         request.headers.get("x-idempotency-key", "")[:200],
     )
 

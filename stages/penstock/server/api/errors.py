@@ -44,6 +44,7 @@ class ApiError(HTTPException):
         seconds, follow from the code, unless given; an error with another status has no latter."""
         if retry_after is None and status is None and code in ("busy", "lost", "unavailable"):
             retry_after = 1.0
+        # HTTP has whole seconds, and 0 would mean at once.
         headers = None if retry_after is None else {"Retry-After": f"{max(1, round(retry_after))}"}
         super().__init__(status or STATUS[code], detail=error, headers=headers)
         self.error = error

@@ -205,6 +205,7 @@ class Futures:
     def _finish(self, future: FutureRecord) -> None:
         for counter, count in ((self._pending, 1), (self._pending_bytes, future.request_size)):
             counter[future.owner] -= count
+            # A Counter keeps keys at 0: it would grow with every owner that there ever was.
             if not counter[future.owner]:
                 del counter[future.owner]
         if future.response.cancelled():

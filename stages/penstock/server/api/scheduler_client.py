@@ -68,6 +68,7 @@ class SchedulerClient:
         response = self._waiting[name]
         try:
             await self._channel.send(request)
+        # Also CancelledError: the client has gone, and nobody would take the response.
         except BaseException as error:
             response.cancel()
             if isinstance(error, FrameError):
@@ -80,6 +81,7 @@ class SchedulerClient:
         request = Request(id=secrets.token_hex(16), owner=owner, operation=operation)
         response = await self.submit(request)
         try:
+            # On timeout, wait_for cancels the response, which takes it out of `_waiting`.
             reply = await asyncio.wait_for(response, seconds)
         except TimeoutError:
             await self.cancel(request.id)

@@ -37,7 +37,6 @@ class ServerJob:
     engine_address: str  # `tcp://...`: bound by the scheduler (ROUTER); the API connects to it
     workers_bind: str  # `tcp://...`: bound by rank 0 (ROUTER)
     workers_address: str  # `tcp://...`: the same address as reached by the scheduler
-    launch: str  # Unique id of this start of the launcher
     requires_keys: bool = False  # Whether clients of the API need keys
     image_processor: str = ""
     """A local folder with the model's image processor; empty: the model takes no images."""

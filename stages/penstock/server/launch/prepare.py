@@ -3,7 +3,6 @@
 import re
 import socket
 import time
-import uuid
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import dataclass
@@ -178,7 +177,6 @@ def prepare(config: ServerConfig, mode: Mode, worker_address: str | None = None)
         engine_address=tcp(LOOPBACK, free_port(LOOPBACK, 0, "the engine's port")),
         workers_bind=bind,
         workers_address=address,
-        launch=uuid.uuid4().hex,
         # Separately started workers do not know the keys, but must know whether there are any.
         requires_keys=bool(keys or config.api_keys_file),
         image_processor=_image_processor(config, config_path, tokenizer),

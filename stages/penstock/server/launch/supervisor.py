@@ -33,15 +33,15 @@ from penstock.server.launch.prepare import LaunchPlan
 
 LOOK_SECONDS = 0.1
 HEALTH_SECONDS = 0.5  # Seconds between health checks
+# Seconds beyond the ranks' time, after which torchrun's agent kills them, until it is killed.
 MARGIN_SECONDS = 4.0
-"""Seconds beyond the ranks' time, after which torchrun's agent kills them, until it is killed."""
+# Seconds beyond the scheduler's time for saving, because it waits for other processes.
 ENGINE_MARGIN_SECONDS = 15.0
-"""Seconds beyond the scheduler's time for saving, because it waits for other processes."""
 LEAVING_SECONDS = 10.0  # Seconds for the workers to exit after the scheduler's shutdown message
 MACHINES = "machines"  # Coordination folder of the nodes, in the server's folder
 STOPPING = (signal.SIGINT, signal.SIGTERM)
+# Seconds for the other ranks to exit after one has died; their results are lost anyway.
 FAILING_SECONDS = 10.0
-"""Seconds for the other ranks to exit after one has died; their results are lost anyway."""
 DEATHS = "deaths.json"
 
 

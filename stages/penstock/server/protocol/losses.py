@@ -31,6 +31,8 @@ SEVERAL_TARGETS: tuple[Loss, ...] = ("cross_entropy",)
 
 MAX_TARGETS = 1024  # Maximum targets per token; every token of a row is padded to the row's maximum
 
+# Parameters and their defaults. `eps_clip_c` above 1 bounds the loss of a token with negative
+# advantage (Ye et al. 2020, "dual clip"); 0 disables it.
 PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "cross_entropy": {},
     "importance_sampling": {},
@@ -40,8 +42,6 @@ PARAMS: Mapping[Loss, Mapping[str, float]] = {
     "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
     "drgrpo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2, "kl_beta": 0.0},
 }
-"""Parameters and their defaults. `eps_clip_c` above 1 bounds the loss of a token with negative
-advantage (Ye et al. 2020, "dual clip"); 0 disables it."""
 
 
 def inputs_fault(loss: Loss, names: Collection[str], *optional: str) -> str | None:

@@ -134,7 +134,6 @@ class ModelInfo(Value):
     """A model that is or was trained."""
 
     model: str
-    session: str
     base_model: str
     rank: int | None  # LoRA rank; None: full fine-tuning
     last_request: float  # Seconds since the epoch

@@ -30,12 +30,12 @@ HIGH_WATER_MARK = 128  # High-water mark: messages queued in a socket before sen
 OVERHEAD = 1024  # Maximum bytes that encryption adds to a frame
 LINGER_MS = 500  # Milliseconds that a closed end continues to send
 RETRY_MS, MAX_RETRY_MS = 50, 1000
+# Heartbeat interval and timeout in milliseconds, also of a message in flight. The operating system
+# reports a dead process at once, but not an unreachable machine.
 HEARTBEAT_MS, HEARTBEAT_TIMEOUT_MS = 2000, 10_000
-"""Heartbeat interval and timeout in milliseconds, also of a message in flight. The operating system
-reports a dead process at once, but not an unreachable machine."""
 RETRY_SEND_SECONDS = 0.01  # Seconds between tries to send to a peer that is behind
+# Maximum bytes of a frame of a message. Those of a message of several are sent without a copy.
 FRAME_BYTES = 1 << 22
-"""Maximum bytes of a frame of a message. Those of a message of several are sent without a copy."""
 
 EVENTS = (
     zmq.EVENT_ACCEPTED
@@ -91,6 +91,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
         """Send the message; waits while the peer is behind."""
         frame = self._sent_codec.encode_frame(message)
         losses_before = self._num_losses
+        # Whoever sends does not know of the loss yet: this is for the peer that is gone.
         if losses_before != self._num_reported_losses:
             return
         while not self._closed:
@@ -106,6 +107,7 @@ class ZmqChannel(Generic[SentT, ReceivedT]):
             except zmq.Again:
                 await asyncio.sleep(RETRY_SEND_SECONDS)
             except zmq.ZMQError as error:
+                # What a ROUTER raises for a peer that is gone (router_mandatory).
                 if error.errno != zmq.EHOSTUNREACH:
                     raise
                 return

@@ -110,6 +110,7 @@ class Admission:
         model_name(operation.model)
         creating = self._being_created.get(operation.model)
         if creating and creating.owner == request.owner and creating.operation == operation:
+            # A client that missed the response asks again.
             creating.request_ids.append(request.id)
             return None
         self.sessions.find(operation.session, request.owner)
@@ -124,6 +125,7 @@ class Admission:
             raise RequestError(
                 "busy", f"requests of an earlier model {operation.model} have not ended yet"
             )
+        # Its requests are numbered from 1, also after an unloaded model of the same name.
         self.queue.restart_sequence(operation.model)
         self.queue.put(task)
         self._being_created[operation.model] = task

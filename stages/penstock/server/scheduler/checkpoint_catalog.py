@@ -93,6 +93,8 @@ class CheckpointCatalog:
     def delete(self, record: ModelRecord, relative_name: str) -> Path:
         """Drop a checkpoint; returns its new path, to be deleted. Raises RequestError."""
         ref = self._find_own(record, relative_name)
+        # Before the record goes: after a kill in between, `_agree` drops the record. It would add a
+        # folder again that is left without one.
         gone = self.storage.move_to_trash(ref)
         self._drop(record, ref)
         return gone or self.storage.folder(ref)

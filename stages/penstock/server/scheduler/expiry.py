@@ -15,8 +15,8 @@ from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.state_store import SessionRecord
 
 LONGEST_INTERVAL = 30.0  # Maximum seconds between checks
+# Seconds during which requests to an ended session report why; later it is unknown.
 ENDED_SESSION_SECONDS = 24 * 3600.0
-"""Seconds during which requests to an ended session report why; later it is unknown."""
 RETRY_SECONDS = 60.0  # Seconds before unloading a model is retried
 
 
@@ -84,6 +84,7 @@ class Expiry:
             if not self.is_expired(model):
                 continue
             last_attempt = earlier.get(model, -math.inf)
+            # The requests that are not of clients are those of this class.
             is_unloading = self.queue.pending(model) > self.queue.pending_from_clients(model)
             if not is_unloading and now - last_attempt >= RETRY_SECONDS:
                 self.queue.put(

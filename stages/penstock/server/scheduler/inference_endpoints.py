@@ -29,8 +29,8 @@ LOG = logging.getLogger(__name__)
 
 HEADER = re.compile(r"[!-~]+")  # Characters allowed in a key
 MAX_OWNER_ENDPOINTS = 64  # Maximum endpoints per owner, including those being added
+# Seconds for a new server to report its parallelism; it may not be running yet.
 PARALLELISM_SECONDS = 3.0
-"""Seconds for a new server to report its parallelism; it may not be running yet."""
 
 
 @dataclass

@@ -20,9 +20,9 @@ from penstock.server.scheduler.state_store import CompletedRequest, QueueState
 FIRST = 1  # Sequence number of the first request of a model
 MAX_OUTCOMES = 64  # Outcomes kept per model for repeated requests
 MAX_OUTCOME_BYTES = 16 << 20  # Maximum bytes of outcomes; the oldest are dropped beyond it
+# Seconds in which lower sequence numbers may still arrive before the lowest present one is taken as
+# the next, if the next number is unknown.
 SETTLE_SECONDS = 1.0
-"""Seconds in which lower sequence numbers may still arrive before the lowest present one is taken
-as the next, if the next number is unknown."""
 
 MAX_SHUTDOWN_STATE_BYTES = 128 << 20
 """Of outcomes for the next process, shared equally by models; at least the last one of each."""

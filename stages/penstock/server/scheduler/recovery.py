@@ -57,6 +57,7 @@ class Recovery:
             else:
                 await self._open(record, ready, was_changing=name == interrupted)
                 restored.append(name)
+        # After all: if the workers die while models are restored, the next restore needs the note.
         self.store.end()
         return restored
 

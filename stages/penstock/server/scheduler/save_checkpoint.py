@@ -96,6 +96,7 @@ class CheckpointSaver:
             return ref
         now = datetime.now(UTC)
         stamp = f"checkpoint-{now:%Y%m%dT%H%M%S}"
+        # Several may be saved within one second.
         names = [stamp, *(f"{stamp}-{number}" for number in range(2, 10_000))]
         refs = (CheckpointRef(record.model, subfolder, name) for name in names)
         return next(ref for ref in refs if not self._is_taken(record, ref))
@@ -127,6 +128,8 @@ class CheckpointSaver:
                 f"the workers saved {ref}, but it is not in output_dir.\n"
                 "  Put output_dir on a file system that all processes share.",
             )
+        # In a thread: meanwhile the loop answers heartbeats, and an old checkpoint takes long to
+        # delete.
         await asyncio.to_thread(self.storage.publish, ref)
         now = time.time()
         checkpoint = record.checkpoints[ref.relative_name] = CheckpointRecord(

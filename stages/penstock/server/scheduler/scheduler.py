@@ -175,6 +175,7 @@ class Scheduler:
 
     def _on_hello(self, hello: Hello) -> None:
         if self._api_instance not in (None, hello.instance):
+            # The clients' futures ended with the earlier process: nobody would fetch the outcomes.
             dropped = self._queue.drop_waiting()
             for task in dropped:
                 self._admission.on_task_end(task)

@@ -149,6 +149,7 @@ def folder_num_bytes(folder: Path) -> int:
 def discard(folder: Path) -> None:
     """Delete a folder, if it exists."""
     if folder.is_dir() and not folder.is_symlink():
+        # What cannot be deleted now is left to `finish_interrupted` of the next process.
         shutil.rmtree(folder, ignore_errors=True)
 
 

@@ -33,9 +33,9 @@ Numbers = npt.NDArray[Any]
 
 MAX_SEQUENCES = 1024
 MAX_TOPK = 1024
+# Maximum number of top-k logprobs over all positions of a request: 32 MiB. Several requests are
+# answered in one frame.
 MAX_TOPK_VALUES = 1 << 22
-"""Maximum number of top-k logprobs over all positions of a request: 32 MiB. Several requests are
-answered in one frame."""
 
 
 def check(operation: requests.ModelOperation | Sample, served: ServedModel) -> None:

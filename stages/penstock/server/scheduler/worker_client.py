@@ -188,6 +188,7 @@ class WorkerClient:
         else:
             self.state = "down"
             self.reason = f"the workers were lost: {why}"
+        # Else the next workers would run a command whose request has failed.
         self._drop_unsent()
         if self._waiting is not None:
             self._fail(self._waiting[0], WorkersLostError(self.reason))

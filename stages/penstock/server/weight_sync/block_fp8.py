@@ -17,8 +17,8 @@ from penstock_kernels.quant import FORMATS, quantize
 from penstock_kernels.quant.published_layouts import tile_scales
 
 SCALES = "_scale_inv"
+# Bytes in fp32 of the rows quantized at a time, which takes several times as much memory.
 STRETCH = 4 << 20
-"""Bytes in fp32 of the rows quantized at a time, which takes several times as much memory."""
 
 SUPPORTED: Mapping[str, tuple[str | int | tuple[int, int], ...]] = {
     "quant_method": ("fp8", "block_fp8"),

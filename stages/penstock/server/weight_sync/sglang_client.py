@@ -22,13 +22,13 @@ LOG = logging.getLogger(__name__)
 HEALTH_ROUTES = ("/model_info", "/v1/models", "/health")
 """Any of these routes shows that the server is up; they are tried in order."""
 
+# Routes that report the parallelism; the second one is its older name.
 PARALLELISM_ROUTES = ("/server_info", "/get_server_info")
-"""Routes that report the parallelism; the second one is its older name."""
 
 MAX_RESPONSE_BYTES = 4 << 20
 MAX_MESSAGE = 500  # Maximum characters of a response in the log
+# Errors of a request without response; the last one is for an invalid host name.
 NO_RESPONSE = (OSError, http.client.HTTPException, UnicodeError)
-"""Errors of a request without response; the last one is for an invalid host name."""
 
 UNAUTHORIZED = (HTTPStatus.UNAUTHORIZED, HTTPStatus.FORBIDDEN)
 ABSENT = (HTTPStatus.NOT_FOUND, HTTPStatus.METHOD_NOT_ALLOWED)
@@ -164,6 +164,7 @@ class InferenceServer:
             connection.request(method, path, text, headers)
             # HTTPConnection follows no redirect and reads no HTTP_PROXY: keys reach no other host.
             with connection.getresponse() as answer:
+                # With a size: a response of any server that a client names may have no end.
                 body_bytes = answer.read(MAX_RESPONSE_BYTES)
         finally:
             connection.close()

@@ -106,6 +106,7 @@ def _sample(
             raise _invalid_sample(
                 number, f"has {wrong} in {name}, and the vocabulary is {vocab_size}"
             )
+    # After the check: larger ids would wrap around, some of them into the vocabulary.
     targets = targets.astype(np.int32)
     numbers = {name: array.numpy().astype(np.float32) for name, array in inputs.items()}
     factors = np.ones(shape, np.float32)

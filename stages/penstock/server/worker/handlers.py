@@ -52,6 +52,8 @@ class CommandHandlers:
         try:
             return self._run(command) or Done()
         finally:
+            # Also after an error: the next pass, of any client, would add to the gradients of this
+            # one.
             self.models.zero_grad()
 
     def _run(self, command: commands.WorkerOperation) -> commands.Result | None:

@@ -138,10 +138,9 @@ def _receive(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
 
 
 def _encode_without_keys(message: ToWorkers | None) -> bytes:
-    """The message for the other ranks without the keys of inference servers: only rank 0 needs
-    them, and the broadcast may be unencrypted."""
     if message is None:
         return b""
     if isinstance(message, Command) and isinstance(message.operation, WeightSyncCommand):
+        # Only rank 0 needs the keys of inference servers, and the broadcast may be unencrypted.
         message = replace(message, operation=replace(message.operation, api_keys=()))
     return _COMMANDS.encode(message)

@@ -8,7 +8,6 @@ from typing import Any
 from penstock.config.schema.checkpoint import SaveBestConfig
 from penstock.config.schema.duration import EarlyStoppingConfig
 from penstock.config.schema.evaluation import metric_sign
-from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError
 
 
@@ -26,11 +25,6 @@ class EarlyStopping:
     """The best value that early stopping has seen."""
     _num_bad_evals: int = 0
     """Evaluations since then without improvement."""
-
-    @classmethod
-    def from_config(cls, train: TrainConfig) -> "EarlyStopping":
-        """Build from the config."""
-        return cls(train.save_best, train.early_stopping)
 
     def require_metrics(self, names: Collection[str]) -> None:
         """Raise ConfigError for a metric that is not in `names`, the metrics of evaluations."""
@@ -59,17 +53,12 @@ class EarlyStopping:
 
     def update(self, record: Mapping[str, Any]) -> None:
         """Update the early-stopping state with an evaluation."""
-        if (
-            not self.early_stopping.patience
-            or (value := record.get(self.early_stopping.metric)) is None
-        ):
+        config = self.early_stopping
+        if not config.patience or (value := record.get(config.metric)) is None:
             return
-        value *= metric_sign(self.early_stopping.metric)
-        threshold = (
-            -math.inf
-            if self._best_value is None
-            else self._best_value + self.early_stopping.min_delta
-        )
+        value *= metric_sign(config.metric)
+        best = self._best_value
+        threshold = -math.inf if best is None else best + config.min_delta
         # A NaN is never above it, so a diverged run counts as one that does not improve.
         if value > threshold:
             self._best_value, self._num_bad_evals = value, 0
@@ -79,10 +68,8 @@ class EarlyStopping:
     @property
     def should_stop(self) -> bool:
         """Whether the number of evaluations without improvement reaches the patience."""
-        return (
-            bool(self.early_stopping.patience)
-            and self._num_bad_evals >= self.early_stopping.patience
-        )
+        patience = self.early_stopping.patience
+        return bool(patience) and self._num_bad_evals >= patience
 
     def state_dict(self) -> dict[str, Any]:
         """The state for a checkpoint; empty if disabled."""

@@ -22,7 +22,10 @@ TEXTS = ("prompt", "expected", "answer")
 def write_held_out_results(folder: Path, key: str, results: Mapping[str, Any]) -> None:
     """Store held-out results for the run with this key in `folder`: `asked`, `right`, `accuracy`,
     `pattern` (of the compared part, or None) and `samples`, each with TEXTS and `right`."""
-    samples = [_truncate_sample(sample) for sample in _select_samples(results["samples"])]
+    samples = [
+        {**sample, **{name: _truncate(masked(sample[name])) for name in TEXTS}}
+        for sample in _select_samples(results["samples"])
+    ]
     _update(folder, key, held_out={**results, "samples": samples, "time": _now()})
 
 
@@ -54,14 +57,12 @@ def _update(folder: Path, key: str, **results: Any) -> None:
 
 def _select_samples(samples: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     """The first wrong and the first right samples, in their order."""
-    of = {is_right: [s for s in samples if s["right"] == is_right] for is_right in (False, True)}
-    wrong = min(len(of[False]), max(MAX_COMPLETIONS // 2, MAX_COMPLETIONS - len(of[True])))
-    selected = {id(sample) for sample in of[False][:wrong] + of[True][: MAX_COMPLETIONS - wrong]}
+    wrong = [sample for sample in samples if not sample["right"]]
+    right = [sample for sample in samples if sample["right"]]
+    num_wrong = min(len(wrong), max(MAX_COMPLETIONS // 2, MAX_COMPLETIONS - len(right)))
+    shown = wrong[:num_wrong] + right[: MAX_COMPLETIONS - num_wrong]
+    selected = set(map(id, shown))
     return [sample for sample in samples if id(sample) in selected]
-
-
-def _truncate_sample(sample: Mapping[str, Any]) -> dict[str, Any]:
-    return {**sample, **{name: _truncate(masked(sample[name])) for name in TEXTS}}
 
 
 def _truncate(text: str) -> str:

@@ -16,13 +16,13 @@ from penstock.core.errors import ConfigError, StageError
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.losses.preference import Preferences
-from penstock.rows.batches import Integers, assign_micro_batches
+from penstock.rows.batches import Integers
 from penstock.rows.reader import PackedRows
-from penstock.train.dataloader import Groups, LoaderConfig, read
+from penstock.train.dataloader import LoaderConfig, read
 from penstock.train.eval.metrics import LOSS, EvalMetric, PreferenceMetrics, TokenMetrics
 from penstock.train.eval.reference_model import RefModel
 from penstock.train.launch.job import Job
-from penstock.train.row_costs import row_costs
+from penstock.train.row_costs import local_micro_batches, row_costs
 
 
 class Evaluator:
@@ -51,7 +51,6 @@ class Evaluator:
         self._metric = metric or TokenMetrics(rows, built, ranks, train.eval_metrics)
 
     def __len__(self) -> int:
-        """Number of evaluation rows."""
         return len(self._row_ids)
 
     @property
@@ -91,19 +90,11 @@ class Evaluator:
             if self._ranks.any_rank(bool(is_asked_to_stop())):
                 return None
             self._ranks.heartbeat.set_phase("evaluating")
-            micro_batches = self._local_micro_batches(by_cost_rows[start : start + rows_per_round])
-            self._metric.update(read(self._rows, micro_batches, self._loader_config))
+            rows = by_cost_rows[start : start + rows_per_round]
+            costs, size = self._costs[rows].tolist(), self._micro_batch_size
+            groups = local_micro_batches(self._built, rows.tolist(), costs, size=size, count=1)
+            self._metric.update(read(self._rows, groups, self._loader_config))
         return self._metric.compute()
-
-    def _local_micro_batches(self, rows: Integers) -> Groups:
-        """The rows that this rank's replica evaluates."""
-        return assign_micro_batches(
-            rows.tolist(),
-            self._costs[rows].tolist(),
-            num_replicas=self._built.dims.num_replicas,
-            size=self._micro_batch_size,
-            count=1,
-        )[self._built.engine.model.mesh.index("replicate", "shard")]
 
 
 def build_evaluator(

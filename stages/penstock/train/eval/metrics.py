@@ -48,11 +48,7 @@ class TokenMetrics:
     data set if there are several."""
 
     def __init__(
-        self,
-        rows: PackedRows,
-        built: BuiltModel,
-        ranks: ProcessInfo,
-        metrics: Iterable[str] = (),
+        self, rows: PackedRows, built: BuiltModel, ranks: ProcessInfo, metrics: Iterable[str] = ()
     ) -> None:
         self._rows, self._built, self._ranks = rows, built, ranks
         self._metrics = [f"{PREFIX}{name}" for name in metrics]
@@ -62,13 +58,11 @@ class TokenMetrics:
 
     @property
     def names(self) -> list[str]:
-        """The keys of `compute`."""
         labels = self._sources.labels if self._sources else ()
         by_source = (f"{LOSS}/{label}" for label in labels)
         return [LOSS, PERPLEXITY, TOKEN_ACCURACY, *self._metrics, *by_source]
 
     def reset(self) -> None:
-        """Reset the accumulated values."""
         self._num_sources = len(self._sources.labels) if self._sources else 1
         # float32 cannot count by ones beyond 2**24 tokens.
         self._counts = torch.zeros(
@@ -79,18 +73,24 @@ class TokenMetrics:
         )
 
     def update(self, batches: Sequence[MicroBatch]) -> None:
-        """Accumulate over this rank's micro-batches."""
         source_ids = [*map(self._source_ids, batches)]
         self._counts += self._built.evaluator.counts(batches, source_ids, self._num_sources)
 
     def compute(self) -> dict[str, float]:
-        """Reduce over all ranks and return the metrics."""
         counts: list[list[float]] = self._ranks.all_reduce_sum(self._counts).tolist()
         sums = [sum(column) for column in zip(*counts, strict=True)]
-        loss, weight, tokens, right, *of_metrics = sums
+        loss, weight, tokens, correct, *metric_sums = sums
+        # Held-out rows may have no trained token.
         mean = loss / (weight or 1)
-        record = {LOSS: mean, PERPLEXITY: perplexity(mean), TOKEN_ACCURACY: right / max(1, tokens)}
-        record |= {n: of / (weight or 1) for n, of in zip(self._metrics, of_metrics, strict=True)}
+        record = {
+            LOSS: mean,
+            PERPLEXITY: perplexity(mean),
+            TOKEN_ACCURACY: correct / max(1, tokens),
+        }
+        record |= {
+            name: total / (weight or 1)
+            for name, total in zip(self._metrics, metric_sums, strict=True)
+        }
         if self._sources:
             by_source = zip(self._sources.labels, counts, strict=True)
             record |= {f"{LOSS}/{label}": sums[0] / sums[1] for label, sums in by_source if sums[1]}
@@ -126,23 +126,19 @@ class PreferenceMetrics:
 
     @property
     def names(self) -> list[str]:
-        """The keys of `compute`."""
         # KTO has unpaired completions, so there is no preference accuracy.
         left_out = {ACCURACY} if self._preferences.config.loss_type == "kto" else set[str]()
         names = ("loss", *NAMES, MARGINS)
         return [f"{PREFIX}{name}" for name in names if name not in left_out]
 
     def reset(self) -> None:
-        """Reset the accumulated values."""
         self._seen = []
 
     def update(self, batches: Sequence[MicroBatch]) -> None:
-        """Accumulate over this rank's micro-batches."""
         references = self._references.lookup(batches) if self._references else ()
         self._seen += self._preferences.forward_only(batches, references)
 
     def compute(self) -> dict[str, float]:
-        """Reduce over all ranks and return the metrics."""
         loss, metrics = self._preferences.compute_loss(self._seen)
         return {
             f"{PREFIX}loss": loss,

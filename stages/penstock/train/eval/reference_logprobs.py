@@ -9,12 +9,12 @@ import torch
 from penstock.config.schema.run import RunConfig
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
-from penstock.rows.batches import assign_micro_batches
 from penstock.rows.collate import collate
 from penstock.rows.reader import Row
 from penstock.rows.ref_logprobs import Scores
 from penstock.rows.shared_prefix import PER_SAMPLE
 from penstock.train.dataloader import LoaderConfig
+from penstock.train.row_costs import local_micro_batches
 
 MICRO_BATCHES_PER_CHUNK = 8
 """Micro-batches per replica and forward call."""
@@ -69,16 +69,10 @@ class LogprobScorer:
         return SampleLogprobs(list(index_of), scores[list(index_of.values())])
 
     def _local_micro_batches(self, rows: list[Row]) -> list[list[Row]]:
-        """The micro-batches of this rank's replica."""
-        assigned = assign_micro_batches(
-            range(len(rows)),
-            [len(row.input_ids) for row in rows],
-            num_replicas=self._replicas,
-            size=self._micro_batch_size,
-            count=-(-len(rows) // (self._micro_batch_size * self._replicas)),
-        )
-        local = assigned[self._built.engine.model.mesh.index("replicate", "shard")]
-        return [[rows[number] for number in group] for group in local]
+        lengths, size = [len(row.input_ids) for row in rows], self._micro_batch_size
+        count = -(-len(rows) // (size * self._replicas))
+        groups = local_micro_batches(self._built, range(len(rows)), lengths, size=size, count=count)
+        return [[rows[number] for number in group] for group in groups]
 
 
 def _samples(row: Row) -> tuple[bytes, ...]:

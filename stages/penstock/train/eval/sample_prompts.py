@@ -107,6 +107,7 @@ class SamplePromptGenerator:
         model.
         """
 
+        # The generator is left between two tokens by an exception alone.
         def raise_if_stopped() -> None:
             if self._ranks.any_rank(bool(is_asked_to_stop())):
                 raise _StoppedError

@@ -46,15 +46,15 @@ class HangWatchdog:
         With `launch.timeout`, hung ranks are then killed, so that torchrun restarts them or gives
         up. Raises StageError if no rank has started far enough to dump its stack.
         """
-        last = read_heartbeats(self._heartbeats)
-        self._record_progress(last)
+        heartbeats = read_heartbeats(self._heartbeats)
+        self._record_progress(heartbeats)
         limit = self._limit or DEFAULT_TIMEOUT_SECONDS
         if time.monotonic() - self._progress_time < limit:
-            return self._check_timeouts(last)
+            return self._check_timeouts(heartbeats)
         if self._has_reported:
             return None
         self._has_reported = True
-        running = self._running(last)
+        running = self._running(heartbeats)
         if not running and self._limit:
             raise StageError(
                 f"no rank has started within {limit:g} s (launch.timeout).\n"
@@ -65,40 +65,38 @@ class HangWatchdog:
         self._write_report(reason + (" (launch.timeout)" if self._limit else ""), running)
         if self._limit:
             for beat in running:
-                _kill(beat)
+                # A rank's handler of SIGTERM sets a flag, which a rank that hangs never reads.
+                with suppress(ProcessLookupError):
+                    os.kill(beat.pid, signal.SIGKILL)
         return self.report
 
-    def _record_progress(self, last: Sequence[RankStatus]) -> None:
-        """Record progress since the last poll."""
-        pids = [beat.pid for beat in last]
+    def _record_progress(self, heartbeats: Sequence[RankStatus]) -> None:
+        pids = [beat.pid for beat in heartbeats]
         if pids != self._pids:
             # The ranks were (re)started, so earlier observations no longer apply.
             self._pids, self.report = pids, None
         metrics = self._job.output_dir / METRICS
         size = metrics.stat().st_size if metrics.is_file() else 0
-        progress = size, [(beat.pid, beat.since) for beat in last]
+        progress = size, [(beat.pid, beat.since) for beat in heartbeats]
         if progress != self._last_progress:
-            self._last_progress, self._progress_time, self._has_reported = (
-                progress,
-                time.monotonic(),
-                False,
-            )
+            self._last_progress, self._progress_time = progress, time.monotonic()
+            self._has_reported = False
 
-    def _check_timeouts(self, last: Sequence[RankStatus]) -> str | None:
+    def _check_timeouts(self, heartbeats: Sequence[RankStatus]) -> str | None:
         """A rank timed out in a collective and is exiting; the ranks that it waited for
         still run."""
         records = {(f.rank, f.time) for f in read_timeouts(self._logs)}
         if records <= self._handled_timeouts:
             return None
         self._handled_timeouts |= records
-        if running := self._running(last):
+        if running := self._running(heartbeats):
             self._write_report("a rank timed out waiting for another rank", running)
             return self.report
         return None
 
-    def _running(self, last: Sequence[RankStatus]) -> list[RankStatus]:
+    def _running(self, heartbeats: Sequence[RankStatus]) -> list[RankStatus]:
         """The ranks that still run; a pid may have been reused for another process."""
-        return [beat for beat in last if self._module in command_line(beat.pid)]
+        return [beat for beat in heartbeats if self._module in command_line(beat.pid)]
 
     def _write_report(self, reason: str, running: Sequence[RankStatus]) -> None:
         stacks = dump_stacks(self._logs, {beat.rank: beat.pid for beat in running})
@@ -137,12 +135,13 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
     if not running:
         return "No rank of this node is still running."
     stragglers = find_stragglers(running, stacks)
-    named = {beat.rank for beat in stragglers}
-    waiting = sorted((b for b in running if b.rank not in named), key=lambda b: b.progress)
+    straggling = {beat.rank for beat in stragglers}
+    waiting = sorted((b for b in running if b.rank not in straggling), key=lambda b: b.progress)
     if stragglers:
         lines = [f"Stragglers: {len(stragglers)} of {len(running)} rank(s) of this node."]
         if waiting:
-            lines[0] = f"{lines[0][:-1]}; rank(s) {_format_ranks(waiting)} are waiting."
+            numbers = ", ".join(map(str, sorted(beat.rank for beat in waiting)))
+            lines[0] = f"{lines[0][:-1]}; rank(s) {numbers} are waiting."
         shown = stragglers
     else:
         lines = [
@@ -162,13 +161,3 @@ def describe(running: Sequence[RankStatus], stacks: Mapping[int, Stack], now: fl
             else ["  (no stack dump: the process is stopped, or blocked in the kernel)"]
         )
     return "\n    ".join(lines)
-
-
-def _format_ranks(beats: Sequence[RankStatus]) -> str:
-    return ", ".join(str(rank) for rank in sorted(beat.rank for beat in beats))
-
-
-def _kill(beat: RankStatus) -> None:
-    # A rank's handler of SIGTERM sets a flag, which a rank that hangs never reads.
-    with suppress(ProcessLookupError):
-        os.kill(beat.pid, signal.SIGKILL)

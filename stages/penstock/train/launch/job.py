@@ -1,9 +1,12 @@
 """The job file of a training run, which every rank reads."""
 
 import uuid
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
+
+from pydantic import Field, PlainSerializer, TypeAdapter
 
 from penstock.config.loading import yaml12
 from penstock.config.schema.run import RunConfig
@@ -33,9 +36,28 @@ ENVIRONMENT = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
 """Folder in the last checkpoint, named as in xorl."""
 
-
 PROMPTS = "sample_prompts"
 """The setting with the prompts, whose text is passed on verbatim."""
+
+
+def remove_secrets(value: Any) -> Any:
+    """A config's values without signed URLs and passwords in URLs.
+
+    Ranks need none, because remote files are downloaded before they start. Prompts are not
+    redacted, because a URL in a prompt is part of its text.
+    """
+    if isinstance(value, dict):
+        return {
+            name: item if name == PROMPTS else remove_secrets(item) for name, item in value.items()
+        }
+    if isinstance(value, list):
+        return [remove_secrets(item) for item in value]
+    return redact(value) if isinstance(value, str) else value
+
+
+def _explicit_fields(config: RunConfig) -> dict[str, Any]:
+    # Only what was set, so that reports can tell it from defaults.
+    return remove_secrets(config.model_dump(mode="json", exclude_unset=True))
 
 
 @dataclass(frozen=True)
@@ -43,8 +65,8 @@ class Job:
     """Inputs, outputs, and the user's config."""
 
     key: str
-    config: RunConfig
-    packed_dir: Path
+    config: Annotated[RunConfig, PlainSerializer(_explicit_fields)]
+    packed_dir: Annotated[Path, Field(alias="packed")]
     packed_key: str
     """The key of the packed rows: a data cursor is only valid for the same rows."""
     epoch_rows: tuple[int, ...]
@@ -56,7 +78,7 @@ class Job:
     weights: Path | None
     """A local folder of safetensors; None initializes from the seed."""
     output_dir: Path
-    launch_id: str
+    launch_id: Annotated[str, Field(alias="launch")]
     """Unique id of this start of the ranks, so that late output of an earlier start is not mistaken
     for its own."""
     adapter: Path | None = None
@@ -66,9 +88,9 @@ class Job:
     tokenizer_revision: str | None = None
     chat_template: ChatTemplate | None = None
     """The chat template of sample prompts; None for the tokenizer's own."""
-    init_checkpoint: Path | None = None
+    init_checkpoint: Annotated[Path | None, Field(alias="initial")] = None
     """A local checkpoint whose weights are loaded at the start, without optimizer state."""
-    ref_logprobs: Path | None = None
+    ref_logprobs: Annotated[Path | None, Field(alias="scores")] = None
     """The folder of reference log-probs, existing or to be written."""
     row_length: int | None = None
     """Maximum tokens per packed row, if it was chosen automatically."""
@@ -99,63 +121,25 @@ class Job:
 
     def save(self, path: Path) -> None:
         """Write only the job, for the ranks."""
-        record: dict[str, Any] = {
-            "key": self.key,
-            # Only explicitly set fields, so that reports can tell them from defaults.
-            "config": remove_secrets(self.config.model_dump(mode="json", exclude_unset=True)),
-            "packed": str(self.packed_dir),
-            "packed_key": self.packed_key,
-            "epoch_rows": list(self.epoch_rows),
-            "max_token_id": self.max_token_id,
-            "config_path": self.config_path,
-            "weights": str(self.weights) if self.weights else None,
-            "output_dir": str(self.output_dir),
-            "working_dir": str(Path.cwd()),
-            "launch": self.launch_id,
-            "adapter": str(self.adapter) if self.adapter else None,
-            "tokenizer": self.tokenizer,
-            "tokenizer_revision": self.tokenizer_revision,
-            "initial": str(self.init_checkpoint) if self.init_checkpoint else None,
-            "scores": str(self.ref_logprobs) if self.ref_logprobs else None,
-            "row_length": self.row_length,
-            "images": self.images,
-            "earlier_keys": list(self.earlier_keys),
-            "sources": [[str(path), digest] for path, digest in self.sources],
-            "chat_template": self.chat_template.model_dump() if self.chat_template else None,
-        }
-        write_record(path, record)
+        record = _job_fields().dump_python(self, mode="json", by_alias=True)
+        write_record(path, {**record, "working_dir": str(Path.cwd())})
 
     @classmethod
     def read(cls, path: Path) -> "Job":
-        """Read the job in `path`."""
-        record = read_job(path)
-        config, row_length = RunConfig.model_validate(record["config"]), record.get("row_length")
-        template: dict[str, Any] | None = record.get("chat_template")
-        if row_length is not None:
-            data = config.data.with_row_length(row_length)
-            config = config.model_copy(update={"data": data})
-        return cls(
-            record["key"],
-            config,
-            Path(record["packed"]),
-            record["packed_key"],
-            tuple(record["epoch_rows"]),
-            record["max_token_id"],
-            record["config_path"],
-            Path(record["weights"]) if record["weights"] else None,
-            Path(record["output_dir"]),
-            record["launch"],
-            Path(record["adapter"]) if record["adapter"] else None,
-            record["tokenizer"],
-            record["tokenizer_revision"],
-            init_checkpoint=Path(record["initial"]) if record["initial"] else None,
-            ref_logprobs=Path(record["scores"]) if record["scores"] else None,
-            row_length=row_length,
-            images=record.get("images", False),
-            earlier_keys=tuple(record.get("earlier_keys", ())),
-            sources=tuple((Path(path), digest) for path, digest in record.get("sources", ())),
-            chat_template=ChatTemplate(**template) if template else None,
-        )
+        job = _job_fields().validate_python(read_job(path))
+        if job.row_length is None:
+            return job
+        return replace(job, config=_with_row_length(job.config, job.row_length))
+
+
+@cache
+def _job_fields() -> TypeAdapter[Job]:
+    # Built on first use: with the schema of the whole config, which takes 40 ms.
+    return TypeAdapter(Job)
+
+
+def _with_row_length(config: RunConfig, row_length: int) -> RunConfig:
+    return config.model_copy(update={"data": config.data.with_row_length(row_length)})
 
 
 def read_job(path: Path) -> Record:
@@ -167,21 +151,22 @@ def read_outcome(output_dir: Path) -> Record | None:
     """Read the outcome of the ranks; None if they have not finished. Raises ArtifactError for a
     damaged file."""
     remedy = "Delete it and run the same command again; training resumes from its checkpoint."
-    try:
-        return read_record_fields(output_dir / OUTCOME, remedy)
-    except (FileNotFoundError, NotADirectoryError):
-        return None
+    return _read_if_present(output_dir / OUTCOME, remedy)
 
 
 def read_earlier_keys(output_dir: Path, key: str) -> tuple[str, ...]:
     """Read the keys of the shorter runs that the run with this key goes on from. Raises
     ArtifactError for a damaged file."""
     remedy = "Delete it; then only checkpoints of the run's own key are resumed from."
+    record = _read_if_present(output_dir / EARLIER_KEYS, remedy)
+    return tuple(record["earlier"]) if record and record["key"] == key else ()
+
+
+def _read_if_present(path: Path, remedy: str) -> Record | None:
     try:
-        record = read_record_fields(output_dir / EARLIER_KEYS, remedy)
+        return read_record_fields(path, remedy)
     except (FileNotFoundError, NotADirectoryError):
-        return ()
-    return tuple(record["earlier"]) if record["key"] == key else ()
+        return None
 
 
 def write_earlier_keys(output_dir: Path, key: str, shorter: str) -> None:
@@ -190,19 +175,9 @@ def write_earlier_keys(output_dir: Path, key: str, shorter: str) -> None:
     write_record(output_dir / EARLIER_KEYS, {"key": key, "earlier": earlier})
 
 
-def remove_secrets(value: Any) -> Any:
-    """A config's values without signed URLs and passwords in URLs.
-
-    Ranks need none, because remote files are downloaded before they start. Prompts are not
-    redacted, because a URL in a prompt is part of its text.
-    """
-    if isinstance(value, dict):
-        return {
-            name: item if name == PROMPTS else remove_secrets(item) for name, item in value.items()
-        }
-    if isinstance(value, list):
-        return [remove_secrets(item) for item in value]
-    return redact(value) if isinstance(value, str) else value
+def resolve_source(path: str | None, source: Source | None) -> Path | None:
+    """The local folder of a source that the config names, if it does."""
+    return local_folder(path, source).resolve() if path and source else None
 
 
 def build_job(
@@ -219,12 +194,6 @@ def build_job(
     if model_source.config.pin["kind"] != "builtin":
         files = (*MODEL_FILES, "*.py") if model_source.runs_code else MODEL_FILES
         config_path = str(local_folder(config_path, model_source.config, files).resolve())
-    weights = None
-    if model_source.model_path and model_source.weights:
-        weights = local_folder(model_source.model_path, model_source.weights).resolve()
-    adapter = None
-    if model_source.adapter_path and model_source.adapter:
-        adapter = local_folder(model_source.adapter_path, model_source.adapter).resolve()
     sources = (model_source.config, model_source.weights, model_source.adapter, *checkpoints)
     facts = packed.facts
     row_length = None
@@ -232,7 +201,7 @@ def build_job(
         # Missing in artifacts packed by earlier versions, which used the default.
         row_length = facts.get("row_length", {}).get("train")
     if row_length is not None:
-        config = config.model_copy(update={"data": config.data.with_row_length(row_length)})
+        config = _with_row_length(config, row_length)
     return Job(
         key=key,
         config=config,
@@ -241,8 +210,8 @@ def build_job(
         epoch_rows=tuple(facts.get("epoch_rows", {}).get("train", ())),
         max_token_id=facts["max_token_id"]["train"],
         config_path=config_path,
-        weights=weights,
-        adapter=adapter,
+        weights=resolve_source(model_source.model_path, model_source.weights),
+        adapter=resolve_source(model_source.adapter_path, model_source.adapter),
         output_dir=output_dir,
         launch_id=uuid.uuid4().hex,
         tokenizer=resolve_folder(model_source.tokenizer_path, model_source.tokenizer),

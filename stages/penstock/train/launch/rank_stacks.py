@@ -60,7 +60,6 @@ class Stack:
 
     @property
     def is_in_collective(self) -> bool:
-        """Whether the rank is blocked in a collective operation."""
         frames = (f for f in self.frames if not any(part in f.file for part in _WRAPPER_FILES))
         innermost = next(frames, None)
         return innermost is not None and any(part in innermost.file for part in _COLLECTIVE_FILES)
@@ -75,9 +74,8 @@ def register_stack_dump(folder: Path, rank: int) -> None:
     """Register the signal handler that dumps this process's stacks into its file in `folder`."""
     # Append: stacks of a restarted rank go below those of the first start.
     stream = stack_file(folder, rank).open("a")
-    _open_files.append(
-        stream
-    )  # The handler only keeps the file descriptor, so the file must stay open.
+    # The handler only keeps the file descriptor, so the file must stay open.
+    _open_files.append(stream)
     # Chained, the default action of SIGUSR1 would end the process.
     faulthandler.register(DUMP_SIGNAL, file=stream, all_threads=True, chain=False)
 

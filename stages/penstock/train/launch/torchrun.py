@@ -116,6 +116,7 @@ def build_environment(run: RunConfig) -> dict[str, str]:
         # An option, --shutdown-timeout, only from PyTorch 2.12 on.
         SHUTDOWN_TIMEOUT: str(math.ceil(run.launch.stop_timeout)),
         "TORCH_CPP_LOG_LEVEL": "ERROR",
+        # tokenizers warns in each process that forks after its threads have been used.
         "TOKENIZERS_PARALLELISM": "false",
         **config_environment(run),
     }

@@ -36,8 +36,8 @@ def files_to_upload(out: Path) -> list[list[Path]]:
     """Each complete checkpoint, its completion marker after its files; the run's logs come last."""
     groups: list[list[Path]] = []
     for folder in complete_checkpoints(out / CHECKPOINTS):
-        mark = folder / COMPLETE
-        groups += [[path for path in regular_files(folder) if path != mark], [mark]]
+        marker = folder / COMPLETE
+        groups += [[path for path in regular_files(folder) if path != marker], [marker]]
     logs = sorted((out / LOGS).glob("*.log"))
     logged = (
         METRICS,
@@ -63,13 +63,13 @@ def files_to_download(names: Collection[str], out: Path, naming: CheckpointNamin
     remote = _completion_markers(names, naming)
     if not remote or _newest_complete_step(out) >= remote[-1][0]:
         return []
-    folders = [PurePosixPath(mark).parent.as_posix() for _, mark in remote]
-    newest, mark = folders[-1], remote[-1][1]
+    folders = [PurePosixPath(marker).parent.as_posix() for _, marker in remote]
+    newest, marker = folders[-1], remote[-1][1]
     best = [folder for folder in folders if f"{folder}/{BEST_MARK}" in names][-1:]
     prefixes = tuple(f"{folder}/" for folder in {newest, *best})
-    files = [name for name in names if name.startswith(prefixes) and name != mark]
+    files = [name for name in names if name.startswith(prefixes) and name != marker]
     logged = (METRICS, SAMPLES, _BEST_CHECKPOINT_FILE)
-    return [*files, *(name for name in names if name in logged), mark]
+    return [*files, *(name for name in names if name in logged), marker]
 
 
 def _newest_complete_step(out: Path) -> int:

@@ -27,13 +27,16 @@ def write_environment(
     findings: Sequence[Finding],
 ) -> None:
     """Write the environment info to the run folder."""
+    is_cuda = ranks.device.type == "cuda"
     record: dict[str, Any] = {
         "started": datetime.now(UTC).isoformat(timespec="seconds"),
         "total_steps": total_steps,
         "findings": [finding.as_json() for finding in findings],
         "host": platform.node(),
         "system": f"{platform.system()} {platform.release()}, {platform.machine()}",
-        "device": device_name(ranks.device),
+        "device": torch.cuda.get_device_name(ranks.device)
+        if is_cuda
+        else f"{cpu_model()}, {env.num_processors()} core(s)",
         "ranks": ranks.world_size,
         "threads": torch.get_num_threads(),
         "layout": built.layout,
@@ -42,14 +45,7 @@ def write_environment(
             "penstock": __version__,
             "python": platform.python_version(),
             **provenance.versions(),
-            **({"cuda": torch.version.cuda} if ranks.device.type == "cuda" else {}),
+            **({"cuda": torch.version.cuda} if is_cuda else {}),
         },
     }
     write_json(job.output_dir / ENVIRONMENT, record)
-
-
-def device_name(device: torch.device) -> str:
-    """The name of the GPU, or of the CPU with the number of usable cores."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_name(device)
-    return f"{cpu_model()}, {env.num_processors()} core(s)"

@@ -17,8 +17,8 @@ WINDOW_STEPS = 100
 MIN_STEPS = 20
 """Minimum number of steps before detection starts."""
 STD_PER_MAD = 1.4826
-"""Ratio of the standard deviation of a normal distribution to its median absolute deviation
-(MAD)."""
+"""Ratio of the standard deviation of a normal distribution to its median absolute deviation (MAD):
+1 / Phi^-1(3/4)."""
 MIN_RELATIVE_STD = 0.02
 """Lower bound of the standard deviation as a fraction of the median, so that small changes of a
 flat loss are not spikes."""
@@ -105,18 +105,18 @@ def highest_loss_rank(rank_losses: Sequence[RankLoss]) -> tuple[list[int], tuple
     """The ranks whose rows have the highest mean loss, these rows, and that mean relative to the
     step's mean. Ranks that share rows are grouped."""
     by_rows: dict[tuple[int, ...], list[RankLoss]] = {}
-    for part in rank_losses:
-        by_rows.setdefault(part.rows, []).append(part)
+    for rank_loss in rank_losses:
+        by_rows.setdefault(rank_loss.rows, []).append(rank_loss)
     # fsum rounds once, so the order of summands does not matter.
-    total = math.fsum(part.loss for part in rank_losses)
-    weight = math.fsum(several[0].loss_weight for several in by_rows.values())
+    total = math.fsum(rank_loss.loss for rank_loss in rank_losses)
+    weight = math.fsum(sharing[0].loss_weight for sharing in by_rows.values())
 
-    def mean(several: Sequence[RankLoss]) -> float:
-        return math.fsum(part.loss for part in several) / (several[0].loss_weight or 1)
+    def mean(sharing: Sequence[RankLoss]) -> float:
+        return math.fsum(part.loss for part in sharing) / (sharing[0].loss_weight or 1)
 
-    rows, most = max(by_rows.items(), key=lambda part: mean(part[1]))
+    rows, highest = max(by_rows.items(), key=lambda item: mean(item[1]))
     step_mean = total / (weight or 1)
-    return [part.rank for part in most], rows, mean(most) / step_mean if step_mean else 1.0
+    return [part.rank for part in highest], rows, mean(highest) / step_mean if step_mean else 1.0
 
 
 class LossSpikeMonitor:

@@ -12,11 +12,7 @@ import torch
 
 from penstock.core.process.rank_heartbeat import RankStatus
 
-PHASE_NAMES = {
-    "reading rows": "data",
-    "waiting for other stages": "bubble",
-    "update": "optimizer",
-}
+PHASE_NAMES = {"reading rows": "data", "waiting for other stages": "bubble", "update": "optimizer"}
 """Names of phases in the metrics, where they differ."""
 
 BETWEEN = "between"
@@ -77,6 +73,7 @@ class _CudaClock:
     times_collectives = False
 
     def mark(self) -> torch.cuda.Event:
+        # Without enable_timing an event only orders kernels, and has no time.
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event

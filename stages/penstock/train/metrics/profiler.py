@@ -119,7 +119,7 @@ def _export(recorder: profile, target: Path) -> None:
     plain = target.with_name(f"{target.name}.json")
     try:
         recorder.export_chrome_trace(str(plain))
-        with plain.open("rb") as read, gzip.open(target, "wb", compresslevel=3) as write:
-            shutil.copyfileobj(read, write, 1 << 20)
+        with plain.open("rb") as trace, gzip.open(target, "wb", compresslevel=3) as stream:
+            shutil.copyfileobj(trace, stream, 1 << 20)
     finally:
         remove(plain)

@@ -5,7 +5,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Callable, Mapping
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from tqdm import tqdm
 
@@ -17,21 +17,11 @@ RECENT = 50
 """Number of recent steps for the ETA."""
 
 
-class Progress(Protocol):
-    """A progress display of metric records."""
-
-    def show(self, record: Mapping[str, Any]) -> None:
-        """Show a step or evaluation record."""
-
-    def say(self, line: str) -> None:
-        """Print a message."""
-
-    def close(self) -> None:
-        """Close the display."""
-
-
-def build_progress(style: Style, total: int, done: int, every: int = 1) -> Progress:
-    """The display of `train.log_format`; shows every `every`-th step and the last one."""
+def build_progress(
+    style: Style, total: int, done: int, every: int = 1
+) -> "_ProgressBar | _LogLines":
+    """The display of `train.log_format`: `show` displays a record, of every `every`-th step and the
+    last one, and `say` a message."""
     if style == "progress_bar":
         return _ProgressBar(total, done, every)
     return _LogLines(total, done, every, json.dumps if style == "json" else _format_fields)
@@ -73,7 +63,9 @@ class _ProgressBar:
 
     def show(self, record: Mapping[str, Any]) -> None:
         if "loss" not in record:
-            if fields := _format_evaluation(record):
+            # Losses by data set, eval_loss/NAME, would fill the line.
+            names = [name for name in record if name.startswith("eval_") and "/" not in name]
+            if fields := ", ".join(f"{name} {_format_value(record[name])}" for name in names):
                 self.say(f"train: step {record['step']}: {fields}")
             return
         eta = self._eta.eta(record["step"])
@@ -104,8 +96,7 @@ class _LogLines:
             more["eta_seconds"] = round(self._eta.eta(step), 1)
             if step % self._every and step != self._total:
                 return
-        sys.stderr.write(f"{self._format_record({**record, **more})}\n")
-        sys.stderr.flush()
+        self.say(self._format_record({**record, **more}))
 
     def say(self, line: str) -> None:
         sys.stderr.write(f"{line}\n")
@@ -153,11 +144,6 @@ def _bar_fields(record: Mapping[str, Any], eta: float) -> list[str]:
     if "memory_gib" in record:
         fields.append(f"{record['memory_gib']:.1f} GiB")
     return fields
-
-
-def _format_evaluation(record: Mapping[str, Any]) -> str:
-    names = [name for name in record if name.startswith("eval_") and "/" not in name]
-    return ", ".join(f"{name} {_format_value(record[name])}" for name in names)
 
 
 def _format_fields(record: Mapping[str, Any]) -> str:

@@ -14,7 +14,7 @@ from penstock.core.os_errors import describe_os_error
 from penstock.train.launch.job import LOGS, METRICS, Job
 from penstock.train.metrics.jsonl import MetricsLog
 from penstock.train.metrics.progress import build_progress
-from penstock.train.trackers.registry import SPECS, select_trackers
+from penstock.train.trackers.registry import TITLES, select_trackers
 from penstock.train.trackers.supervisor import TrackerSupervisor
 from penstock.train.trackers.tracker import Ending
 
@@ -45,12 +45,11 @@ class MetricsRecorder:
         for note in notes:
             self.log_message(note)
         for name in names:
-            title = SPECS[name].title if name in SPECS else name
-            self._start_process(title, "penstock.train.trackers", name)
+            self._start_process(TITLES.get(name, name), "penstock.train.trackers", name)
 
     def log(self, record: Mapping[str, Any]) -> None:
         """Write a step record, with its `loss`, or an evaluation record."""
-        self._append({**record, "time": round(time.time(), 3)})
+        self._append(record)
         self._display.show(record)
         now = time.monotonic()
         if now - self._last_poll >= POLL_SECONDS:
@@ -60,11 +59,10 @@ class MetricsRecorder:
 
     def warn(self, step: int, text: str, **details: Any) -> None:
         """Log a warning at step `step` (from 1); `details` are stored for the report."""
-        self._append({"step": step, "warning": text, **details, "time": round(time.time(), 3)})
+        self._append({"step": step, "warning": text, **details})
         self.log_message(f"step {step}: {text}")
 
     def log_message(self, line: str) -> None:
-        """Print and log a message."""
         log.warning(line)
         self._display.say(f"train: {line}")
 
@@ -75,7 +73,7 @@ class MetricsRecorder:
         self._trackers.close(self.ending)
 
     def _append(self, record: Mapping[str, Any]) -> None:
-        self._metrics.append(dict(record))
+        self._metrics.append({**record, "time": round(time.time(), 3)})
         fault = self._metrics.fault
         if fault and not self._has_unwritten:
             self.log_message(

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 from penstock.config.schema.train import TrainConfig
-from penstock.core.machine.device_specs import Precision, peak_flops
+from penstock.core.machine.device_specs import peak_flops
 from penstock.core.machine.linux import peak_memory_bytes
 from penstock.engine.build import BuiltModel
 from penstock.engine.distributed.ranks import ProcessInfo
@@ -31,10 +31,9 @@ def recovery_times(first_phases: Sequence[tuple[str, float]], now: float) -> dic
 
     `first_phases` are the phases of the process and their start times.
     """
-    before = [(phase, begin) for phase, begin in first_phases if phase != READING_ROWS]
     step = next((begin for phase, begin in first_phases if phase == READING_ROWS), now)
     marks = [
-        *((phase, begin) for phase, begin in before if begin < step),
+        *((phase, begin) for phase, begin in first_phases if begin < step),
         ("first step", step),
         ("", now),
     ]
@@ -65,7 +64,15 @@ class StepMetrics:
         self._ranks, self._warn = ranks, warn
         self._spikes = LossSpikeMonitor(train.log_loss_spikes, ranks)
         self._phases = PhaseTimer(ranks.device) if ranks.is_main_process else None
-        self._peak_flops = device_peak_flops(ranks.device, mfu_precision(train))
+        # FP8 training is measured against the 16-bit peak, as is usual, and float16 is as fast as
+        # bfloat16.
+        precision = "fp32" if train.computes_in == "float32" else "bf16"
+        self._is_cuda = ranks.device.type == "cuda"
+        self._peak_flops = (
+            peak_flops(torch.cuda.get_device_name(ranks.device), precision)
+            if self._is_cuda
+            else None
+        )
         self._is_first_after_resume = False
         self._log_recovery = train.log_recovery_timing
         if self._phases:
@@ -88,31 +95,35 @@ class StepMetrics:
             self._warn(traced.text, spike=traced.spike.as_json())
         if not self._phases:
             return {}
-        flops = self._step_flops(rows, result.trained_tokens)
+        tokens, squares = int(self._lengths[rows].sum()), int(self._squares[rows].sum())
+        work = Work.from_totals(self._config, tokens, squares, logits=result.trained_tokens)
+        flops = step_flops(self._config, work, learning=self._learning)
         per_second = flops / seconds / self._ranks.world_size
-        return {
+        fields: dict[str, Any] = {
             "tflops": round(per_second / 1e12, 5),
             "mfu": round(per_second / self._peak_flops, 5) if self._peak_flops else None,
             "phases": self._phases.pop_seconds(),
-            **self._recovery_fields(),
         }
-
-    def _recovery_fields(self) -> dict[str, Any]:
-        if not self._is_first_after_resume:
-            return {}
-        self._is_first_after_resume = False
-        return {"recovery_seconds": recovery_times(self._ranks.heartbeat.first_phases, time.time())}
+        if self._is_first_after_resume:
+            self._is_first_after_resume = False
+            first_phases = self._ranks.heartbeat.first_phases
+            fields["recovery_seconds"] = recovery_times(first_phases, time.time())
+        return fields
 
     def peak_memory(self) -> int:
         """Peak memory in bytes: of the GPU since the last call, else of the process so far. Encoded
         with the rank in one number, so that one max-reduction gives both."""
-        world = self._ranks.world_size
-        return self._peak_memory_bytes() * world + world - 1 - self._ranks.rank
+        world, device = self._ranks.world_size, self._ranks.device
+        if self._is_cuda:
+            peak = torch.cuda.max_memory_allocated(device)
+            torch.cuda.reset_peak_memory_stats(device)
+        else:
+            peak = peak_memory_bytes()
+        return peak * world + world - 1 - self._ranks.rank
 
     def reserved_memory(self) -> int:
         """Bytes that the GPU's allocator holds, free blocks included; 0 on a CPU."""
-        device = self._ranks.device
-        return torch.cuda.memory_reserved(device) if device.type == "cuda" else 0
+        return torch.cuda.memory_reserved(self._ranks.device) if self._is_cuda else 0
 
     def memory_fields(self, encoded_peak: int, reserved: int) -> dict[str, Any]:
         """The memory fields of a record from the highest `peak_memory`, and its rank if there are
@@ -124,30 +135,4 @@ class StepMetrics:
         return {"memory_gib": round(used / GIB, 4), **reserved_field, **rank_field}
 
     def close(self) -> None:
-        """Stop the timers."""
         self._ranks.heartbeat.set_listener(None)
-
-    def _step_flops(self, rows: Integers, trained_tokens: int) -> float:
-        tokens, squares = int(self._lengths[rows].sum()), int(self._squares[rows].sum())
-        work = Work.from_totals(self._config, tokens, squares, logits=trained_tokens)
-        return step_flops(self._config, work, learning=self._learning)
-
-    def _peak_memory_bytes(self) -> int:
-        if self._ranks.device.type == "cuda":
-            peak = torch.cuda.max_memory_allocated(self._ranks.device)
-            torch.cuda.reset_peak_memory_stats(self._ranks.device)
-            return peak
-        return peak_memory_bytes()
-
-
-def mfu_precision(train: TrainConfig) -> Precision:
-    """The matmul precision for MFU. FP8 training is measured against the 16-bit peak, as is usual,
-    and float16 is as fast as bfloat16."""
-    return "fp32" if train.computes_in == "float32" else "bf16"
-
-
-def device_peak_flops(device: torch.device, precision: Precision) -> float | None:
-    """Peak FLOP/s of the device; None if unknown."""
-    if device.type != "cuda":
-        return None
-    return peak_flops(torch.cuda.get_device_name(device), precision)

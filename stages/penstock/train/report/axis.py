@@ -43,14 +43,12 @@ class Axis:
         return math.log10(value) if self.scale == "log" else value
 
 
-def build_y_axis(
-    values: list[float], label: Callable[[float], str], about: int
-) -> tuple[Axis, list[Tick]]:
+def build_y_axis(values: list[float], label: Callable[[float], str]) -> tuple[Axis, list[Tick]]:
     """The y axis of a curve with these finite values, possibly none."""
     finite = values or [0.0]
     low, high = min(finite), max(finite)
     scale: Scale = "log" if low > 0 and high / low >= LOG_SPAN else "linear"
-    marks = log_ticks(low, high) if scale == "log" else linear_ticks(low, high, about)
+    marks = log_ticks(low, high) if scale == "log" else linear_ticks(low, high, 5)
     axis = Axis(min(low, marks[0]), max(high, marks[-1]), scale)
     return axis, [Tick(100 - axis.position(mark), label(mark)) for mark in marks]
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from penstock.train.report.axis import Axis, Tick, build_step_ticks, build_y_axis, linear_ticks
+from penstock.train.report.format import amount
 
 VIEWBOX = 1000
 """Side of the SVG square in units."""
@@ -109,7 +110,7 @@ def build_chart(
     steps = [step for line in series for step in (line.steps[0], line.steps[-1])]
     x_axis = Axis(min(steps), max(steps), "linear")
     finite = [value for line in series for value in line.values if math.isfinite(value)]
-    y_axis, y_ticks = build_y_axis(finite, label, 5)
+    y_axis, y_ticks = build_y_axis(finite, label)
     return Chart(
         name=name,
         title=title,
@@ -133,11 +134,7 @@ def build_chart(
 
 
 def build_bar_chart(
-    title: str,
-    counts: Sequence[tuple[str, str, int]],
-    label: Callable[[float], str],
-    *,
-    note: str = "",
+    title: str, counts: Sequence[tuple[str, str, int]], *, note: str = ""
 ) -> BarChart:
     """Draw one bar for each (short name, name, count); at least one."""
     marks = linear_ticks(0, max(1, *(count for *_, count in counts)), 3)
@@ -164,15 +161,15 @@ def build_bar_chart(
             if not slot % every
         ],
         y_ticks=[
-            Tick(100 - y_axis.position(mark), label(mark)) for mark in marks if mark == round(mark)
+            Tick(100 - y_axis.position(mark), amount(mark)) for mark in marks if mark == round(mark)
         ],
         bars=bars,
     )
 
 
-def sample_indices(count: int, limit: int = MAX_POINTS) -> list[int]:
-    """At most `limit` evenly spaced indices below `count`, including the last one."""
-    stretches = min(count, limit)
+def sample_indices(count: int) -> list[int]:
+    """At most MAX_POINTS evenly spaced indices below `count`, including the last one."""
+    stretches = min(count, MAX_POINTS)
     return [(i + 1) * count // stretches - 1 for i in range(stretches)]
 
 
@@ -233,9 +230,8 @@ def _draw_line(
     smooth, dots = "", ""
     if series.kind == "raw and smooth" and len(values) > 1:
         averaged = smooth_values(values)
-        shown = sample_indices(len(values))
         if any(map(math.isfinite, values)):
-            smooth = _path([place(i, averaged[i]) for i in shown])
+            smooth = _path([place(i, averaged[i]) for i in sample_indices(len(values))])
     elif series.kind == "dots" or len(values) == 1:
         points = [place(i, v) for i, v in enumerate(values)]
         dots = " ".join(f"{move_to(*point)}h0" for point in points if point)

@@ -133,26 +133,24 @@ def build_heat_maps(run: RunRecord) -> list[HeatMap]:
     return maps
 
 
-def tooltip_columns(run: RunRecord, most: int) -> dict[str, dict[str, list[float | None]]]:
+def tooltip_columns(run: RunRecord) -> dict[str, dict[str, list[float | None]]]:
     """The numbers embedded in the page: by kind of record, each column at the shown steps."""
     kinds = {"steps": run.steps, "evaluations": run.evaluations}
     columns: dict[str, dict[str, list[float | None]]] = {}
     for kind, records in kinds.items():
-        shown = [records[index] for index in sample_indices(len(records), most)] if records else []
+        shown = [records[index] for index in sample_indices(len(records))]
         names = sorted({name for record in shown for name, v in record.items() if is_number(v)})
         columns[kind] = {name: [_finite(record.get(name)) for record in shown] for name in names}
     return columns
 
 
-def x_axis_values(run: RunRecord, most: int) -> dict[str, list[float]]:
+def x_axis_values(run: RunRecord) -> dict[str, list[float]]:
     """Progress at the shown steps: `step`, and cumulative `tokens`, `epoch` and `seconds`. All are
     increasing, so that any of them can be mapped to a step."""
     first = run.steps[0]["step"] - 1 if run.steps else 0
     tokens = list(accumulate((r["tokens"] for r in run.steps), initial=0))
     seconds = list(accumulate((r["seconds"] for r in run.steps), initial=0.0))
-    shown = (
-        [0, *(index + 1 for index in sample_indices(len(run.steps), most))] if run.steps else [0]
-    )
+    shown = [0, *(index + 1 for index in sample_indices(len(run.steps)))]
     return {
         "step": [first, *(run.steps[index - 1]["step"] for index in shown[1:])],
         "tokens": [tokens[index] for index in shown],
@@ -182,30 +180,19 @@ def _charts(runs: Sequence[RunRecord], curves: Iterable[Curve]) -> Iterator[Char
 
 
 def _source_charts(runs: Sequence[RunRecord]) -> Iterator[Chart]:
-    names = sorted(
-        {n for run in runs for r in run.evaluations for n in r if n.startswith(SOURCE_PREFIX)}
-    )
-    if len(runs) == 1 and names:
-        series = [
-            chart_series
-            for colour, name in enumerate(names)
-            for chart_series in _series(
-                runs[0],
-                0,
-                Curve(name, "", records="evaluations"),
-                name.removeprefix(SOURCE_PREFIX),
-                colour,
-            )
-        ]
+    columns = {n for run in runs for r in run.evaluations for n in r if n.startswith(SOURCE_PREFIX)}
+    labels = {column: column.removeprefix(SOURCE_PREFIX) for column in sorted(columns)}
+    curves = [
+        Curve(column, f"Evaluation loss, {label}", records="evaluations")
+        for column, label in labels.items()
+    ]
+    if len(runs) > 1:
+        yield from _charts(runs, curves)
+    elif curves:
+        series: list[Series] = []
+        for color, curve in enumerate(curves):
+            series += _series(runs[0], 0, curve, labels[curve.column], color)
         yield build_chart("eval_sources", "Evaluation loss by source", series, number)
-    elif names:
-        yield from _charts(
-            runs,
-            [
-                Curve(n, f"Evaluation loss, {n.removeprefix(SOURCE_PREFIX)}", records="evaluations")
-                for n in names
-            ],
-        )
 
 
 def _series(
@@ -235,29 +222,13 @@ def _expert_load_maps(
     recent = [record for record in recent if "counts" in record]
     if not recent:
         return
-    sums = [
-        [
-            sum(counts)
-            for counts in zip(*(record["counts"][layer] for record in recent), strict=True)
-        ]
-        for layer in range(len(layers))
-    ]
-    loads = [[count * len(row) / max(1, sum(row)) for count in row] for row in sums]
-    yield layer_expert_map(
-        "load",
-        "Tokens per expert",
-        layers,
-        loads,
-        note=f"{_last_steps(len(recent))}; 1 is balanced. {_count_idle_experts(loads)}",
-    )
-
-
-def _last_steps(steps: int) -> str:
-    return "In the last step" if steps == 1 else f"Over the last {steps:,} steps"
-
-
-def _count_idle_experts(loads: Sequence[Sequence[float]]) -> str:
-    """Experts that received no tokens."""
-    idle = sum(load == 0 for row in loads for load in row)
-    count = sum(map(len, loads))
-    return f"{idle:,} of {count:,} experts got no tokens." if idle else "Every expert got tokens."
+    loads: list[list[float]] = []
+    for layer in range(len(layers)):
+        of_steps = (record["counts"][layer] for record in recent)
+        tokens = [sum(counts) for counts in zip(*of_steps, strict=True)]
+        loads.append([count * len(tokens) / max(1, sum(tokens)) for count in tokens])
+    steps = "In the last step" if len(recent) == 1 else f"Over the last {len(recent):,} steps"
+    idle, experts = sum(row.count(0) for row in loads), sum(map(len, loads))
+    usage = f"{idle:,} of {experts:,} experts got no" if idle else "Every expert got"
+    note = f"{steps}; 1 is balanced. {usage} tokens."
+    yield layer_expert_map("load", "Tokens per expert", layers, loads, note=note)

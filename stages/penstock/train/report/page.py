@@ -19,7 +19,7 @@ from penstock.train.launch.job import (
     REPORT,
     SAMPLES,
 )
-from penstock.train.report.chart import MAX_POINTS, VIEWBOX, Chart
+from penstock.train.report.chart import VIEWBOX, Chart
 from penstock.train.report.charts import (
     build_chart_groups,
     build_heat_maps,
@@ -28,16 +28,18 @@ from penstock.train.report.charts import (
     tooltip_columns,
     x_axis_values,
 )
-from penstock.train.report.data import build_data_section
-from penstock.train.report.evaluation import build_evaluation_section
 from penstock.train.report.heatmap import HeatMap
-from penstock.train.report.lineage import build_lineage
 from penstock.train.report.read_run import (
     RunRecord,
     environment,
     key_figures,
     read_run,
     time_by_phase,
+)
+from penstock.train.report.sections import (
+    build_data_section,
+    build_evaluation_section,
+    build_lineage,
 )
 from penstock.version import __version__
 
@@ -72,9 +74,9 @@ def _explain_missing_fields(*folders: Path) -> Generator[None]:
     try:
         yield
     except (KeyError, TypeError, AttributeError) as error:
-        named = ", ".join(str(folder) for folder in folders)
+        names = ", ".join(map(str, folders))
         raise DamagedFileError(
-            f"no report of {named}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {DATA_SAMPLES}, "
+            f"no report of {names}: {METRICS}, {SAMPLES}, {DATA}, {LINEAGE}, {DATA_SAMPLES}, "
             f"{EVAL_RESULTS} or {ENVIRONMENT} lacks a field that a run writes "
             f"({type(error).__name__}: {error}).\n"
             "  Restore the file from a copy; --debug shows the field that was read."
@@ -101,7 +103,7 @@ def write_comparison(folders: Sequence[Path], target: Path) -> Path:
 def render(run: RunRecord) -> str:
     """Render the page of one run."""
     loss, small, maps = build_loss_chart([run]), build_chart_groups([run]), build_heat_maps(run)
-    time, samples = time_by_phase(run), _samples(run)
+    time, samples = time_by_phase(run), _completions(run)
     data = build_data_section(run.data, run.data_samples, run.config)
     evaluation = build_evaluation_section(run)
     interval = max(MIN_REFRESH_SECONDS, round(run.config.train.report_interval))
@@ -121,9 +123,7 @@ def render(run: RunRecord) -> str:
         samples=samples,
         data=data,
         lineage=build_lineage(run),
-        changed=[
-            (name, run.settings[name]) for name in run.settings if name in run.non_default_settings
-        ],
+        changed=[row for row in run.settings.items() if row[0] in run.non_default_settings],
         settings=list(run.settings.items()),
         environment=environment(run),
         sections=[
@@ -184,8 +184,8 @@ def _render_template(
         lstrip_blocks=True,
     )
     numbers = {
-        "tables": [tooltip_columns(run, MAX_POINTS) for run in records],
-        "axes": [x_axis_values(run, MAX_POINTS) for run in records],
+        "tables": [tooltip_columns(run) for run in records],
+        "axes": [x_axis_values(run) for run in records],
         "charts": {chart.name: chart.tooltip for chart in charts if chart},
         "maps": {heat_map.name: heat_map.tooltip for heat_map in heat_maps},
     }
@@ -198,7 +198,7 @@ def _render_template(
     )
 
 
-def _samples(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
+def _completions(run: RunRecord) -> list[tuple[str, list[tuple[int, str]]]]:
     """(prompt, (step, completion) newest first), in prompt order."""
     completions: dict[str, list[tuple[int, str]]] = {}
     for record in run.samples:

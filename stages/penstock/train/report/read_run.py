@@ -1,7 +1,7 @@
 """Read a training run's files for its report. No rendering here."""
 
 import platform
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -12,6 +12,7 @@ from penstock.config.schema.run import RunConfig
 from penstock.core.cache import provenance
 from penstock.core.cache.data_facts import read_data_facts, read_lineage
 from penstock.core.cache.manifest import read_manifest
+from penstock.core.cache.record import Record
 from penstock.core.errors import ConfigError
 from penstock.core.files import read_json
 from penstock.core.remote.urls import redact_text
@@ -37,7 +38,6 @@ from penstock.train.report.format import (
     plain,
     share,
 )
-from penstock.train.report.warnings import Warnings, collect_warnings
 from penstock.train.trackers.run_info import redacted_settings
 from penstock.version import __version__
 
@@ -52,6 +52,28 @@ PHASES = {
 """Display names of phases."""
 
 Figures = list[tuple[str, str]]
+
+MAX_WARNINGS = 200
+"""Maximum warnings of either kind; the newest are kept."""
+RECOVERY_STEPS = 20
+"""Steps after a spike whose median determines whether the loss recovered."""
+MIN_RECOVERY_STEPS = 5
+"""Minimum number of them."""
+MAX_REMAINING = 0.5
+"""The loss has recovered if at most this fraction of the increase remains."""
+
+Rows = list[tuple[str, str]]
+"""(place, text)."""
+
+
+@dataclass(frozen=True)
+class Warnings:
+    """All warnings of a run."""
+
+    active: Rows
+    """Size warnings first, then the rest, newest first."""
+    recovered: Rows
+    """Spikes that recovered, highest first."""
 
 
 @dataclass(frozen=True)
@@ -90,7 +112,6 @@ class RunRecord:
 
     @property
     def title(self) -> str:
-        """The pipeline name from the config."""
         return self.config.pipeline.name
 
     @property
@@ -120,7 +141,7 @@ class RunRecord:
     def css_class(self) -> str:
         """The CSS class of the status line: a finished run with too few steps is marked."""
         names = {finding["name"] for finding in self.environment.get("findings", [])}
-        doubtful = self.state == "finished" and bool(names & {"few_steps"})
+        doubtful = self.state == "finished" and "few_steps" in names
         return "stopped" if doubtful else self.state.replace(" ", "-")
 
     @cached_property
@@ -130,9 +151,7 @@ class RunRecord:
 
     @cached_property
     def non_default_settings(self) -> set[str]:
-        """Names of the settings that differ from their defaults."""
-        changed = self.config.model_dump(mode="json", exclude_defaults=True)
-        return {name for name in self.settings if _has_setting(changed, name)}
+        return {name for name, _ in redacted_settings(self.config, only_changed=True)}
 
 
 def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> RunRecord:
@@ -147,11 +166,19 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         )
     job = read_job(output_dir / JOB)
     records = list(read_metrics(output_dir / METRICS))
-    run_state, status = (state, "running") if state else _read_status(output_dir)
     steps = [record for record in records if "loss" in record]
-    around = output_dir / ENVIRONMENT
-    surroundings = read_json(around) if around.is_file() else {}
+    outcome = read_outcome(output_dir)
+    run_state, status = (state, "running") if state else _status(output_dir, outcome)
+    environment_file = output_dir / ENVIRONMENT
+    surroundings = read_json(environment_file) if environment_file.is_file() else {}
     manifest = read_manifest(output_dir)
+    if manifest:
+        versions = manifest["code"]
+    elif environment_file.is_file():
+        versions = surroundings["versions"]
+    else:
+        python = platform.python_version()
+        versions = {"penstock": __version__, "python": python, **provenance.versions()}
     return RunRecord(
         folder=output_dir,
         key=job["key"],
@@ -162,20 +189,15 @@ def read_run(output_dir: Path, *, state: Literal["running"] | None = None) -> Ru
         samples=list(read_metrics(output_dir / SAMPLES)),
         state=run_state,
         status=status,
-        versions=_read_versions(output_dir),
+        versions=versions,
         environment=surroundings,
         data=read_data_facts(output_dir),
         data_samples=kept_shown_data(output_dir),
         eval_results=read_eval_results(output_dir, job["key"]),
         build_info=read_lineage(output_dir),
         seconds=manifest["seconds"] if manifest else None,
-        epochs=_read_epochs(output_dir),
+        epochs=outcome["facts"].get("epochs") if outcome and outcome["facts"] else None,
     )
-
-
-def _last_loss(steps: list[dict[str, Any]]) -> float | None:
-    """The loss of the last step that trains a token."""
-    return next((record["loss"] for record in reversed(steps) if record["loss"] is not None), None)
 
 
 def key_figures(run: RunRecord) -> Figures:
@@ -185,11 +207,14 @@ def key_figures(run: RunRecord) -> Figures:
     """
     if not run.steps:
         return _held_out_figures(run)
-    last = run.steps[-1]
+    last, total = run.steps[-1], run.environment.get("total_steps")
+    # A step without a trained token has no loss.
+    losses = (record["loss"] for record in reversed(run.steps))
+    of_total = f" of {total:,}" if total and total > last["step"] else ""
     figures = [
-        ("loss", number(_last_loss(run.steps))),
+        ("loss", number(next((loss for loss in losses if loss is not None), None))),
         *_held_out_figures(run),
-        ("steps", _step_of_total(last["step"], run.environment.get("total_steps"))),
+        ("steps", f"{last['step']:,}{of_total}"),
         ("epochs", f"{last['epoch'] if run.epochs is None else run.epochs:.2f}"),
         ("tokens", amount(sum(r["tokens"] for r in run.steps))),
         ("trained tokens", amount(sum(r["trained_tokens"] for r in run.steps))),
@@ -204,8 +229,10 @@ def key_figures(run: RunRecord) -> Figures:
         on_rank = f" on rank {most['memory_rank']}" if "memory_rank" in most else ""
         figures.append(("peak memory", gibibytes(most["memory_gib"]) + on_rank))
     figures.append(("training time", duration(sum(r["seconds"] for r in run.steps))))
-    if run.state == "running" and (seconds_left := _eta_seconds(run)) is not None:
-        figures.append(("ETA", duration(seconds_left)))
+    if run.state == "running" and total:
+        recent = run.steps[-50:]
+        seconds_per_step = sum(r["seconds"] for r in recent) / len(recent)
+        figures.append(("ETA", duration((total - last["step"]) * seconds_per_step)))
     return figures
 
 
@@ -231,45 +258,33 @@ def time_by_phase(run: RunRecord) -> list[tuple[str, float, str]]:
 
 def environment(run: RunRecord) -> Figures:
     """The hardware and software of the run."""
-    around, figures = run.environment, Figures()
-    if around:
+    facts, figures = run.environment, Figures()
+    if facts:
         figures += [
-            ("device", f"{around['device']}, {around['ranks']} rank(s)"),
-            ("layout", layout_text(around["layout"])),
-            ("host", around["host"]),
-            ("system", around["system"]),
+            ("device", f"{facts['device']}, {facts['ranks']} rank(s)"),
+            ("layout", layout_text(facts["layout"])),
+            ("host", facts["host"]),
+            ("system", facts["system"]),
         ]
-        if around["quantised"]:
-            figures.append(("quantized to", ", ".join(around["quantised"])))
+        if facts["quantised"]:
+            figures.append(("quantized to", ", ".join(facts["quantised"])))
     return [*figures, *run.versions.items()]
 
 
 def _held_out_figures(run: RunRecord) -> Figures:
     figures = Figures()
     if run.evaluations:
-        held = run.evaluations[-1]
-        figures.append(("evaluation loss", number(held["eval_loss"])))
-        if "eval_token_accuracy" in held:
-            figures.append(("evaluation token accuracy", share(held["eval_token_accuracy"])))
+        evaluation = run.evaluations[-1]
+        figures.append(("evaluation loss", number(evaluation["eval_loss"])))
+        if "eval_token_accuracy" in evaluation:
+            figures.append(("evaluation token accuracy", share(evaluation["eval_token_accuracy"])))
     if held_out := run.eval_results["held_out"]:
         figures.append(("exact match", share(held_out["accuracy"])))
     return figures
 
 
-def _eta_seconds(run: RunRecord) -> float | None:
-    total = run.environment.get("total_steps")
-    if not total:
-        return None
-    recent = run.steps[-50:]
-    return (total - recent[-1]["step"]) * sum(r["seconds"] for r in recent) / len(recent)
-
-
-def _step_of_total(step: int, total: int | None) -> str:
-    return f"{step:,} of {total:,}" if total and total > step else f"{step:,}"
-
-
-def _read_status(output_dir: Path) -> tuple[State, str]:
-    if outcome := read_outcome(output_dir):
+def _status(output_dir: Path, outcome: Record | None) -> tuple[State, str]:
+    if outcome:
         if outcome["facts"] is None:
             return (
                 "stopped",
@@ -282,39 +297,35 @@ def _read_status(output_dir: Path) -> tuple[State, str]:
     return "not finished", "not finished"
 
 
-def _read_epochs(output_dir: Path) -> float | None:
-    outcome = read_outcome(output_dir)
-    facts = outcome["facts"] if outcome else None
-    return facts.get("epochs") if facts else None
-
-
-def _read_versions(output_dir: Path) -> Mapping[str, str]:
-    """The run's package versions, or those of this process if none are stored."""
-    around = output_dir / ENVIRONMENT
-    if manifest := read_manifest(output_dir):
-        return manifest["code"]
-    if around.is_file():
-        return read_json(around)["versions"]
-    return {
-        "penstock": __version__,
-        "python": platform.python_version(),
-        **provenance.versions(),
-    }
-
-
-def _has_setting(tree: Any, name: str) -> bool:
-    """Whether a config dump has the setting of that dotted name."""
-    node = tree
-    for part in name.replace("]", "").replace("[", ".").split("."):
-        if isinstance(node, list):
-            index = int(part)
-            if index >= len(node):
-                return False
-            node = node[index]
-        elif isinstance(node, dict):
-            if part not in node:
-                return False
-            node = node[part]
+def collect_warnings(
+    records: Iterable[Mapping[str, Any]],
+    steps: Sequence[Mapping[str, Any]],
+    findings: Sequence[Mapping[str, str]],
+) -> Warnings:
+    """The warnings in `records`, and `findings`, most severe first."""
+    active: Rows = []
+    recovered: list[tuple[float, tuple[str, str]]] = []
+    for record in records:
+        if "warning" not in record:
+            continue
+        row = (f"step {record['step']:,}", redact_text(record["warning"]))
+        spike = record.get("spike")
+        if spike and _has_recovered(spike, record["step"], steps):
+            recovered.append((spike["loss"], row))
         else:
-            return True
-    return True
+            active.append(row)
+    recovered.sort(key=lambda item: -item[0])
+    return Warnings(
+        active=[*(("run", item["text"]) for item in findings), *reversed(active[-MAX_WARNINGS:])],
+        recovered=[row for _, row in recovered[:MAX_WARNINGS]],
+    )
+
+
+def _has_recovered(
+    spike: Mapping[str, float], step: int, steps: Sequence[Mapping[str, Any]]
+) -> bool:
+    following = (record for record in steps if step < record["step"] <= step + RECOVERY_STEPS)
+    later = [record["loss"] for record in following if record["loss"] is not None]
+    if len(later) < MIN_RECOVERY_STEPS:
+        return False
+    return median(later) - spike["usual"] <= MAX_REMAINING * (spike["loss"] - spike["usual"])

@@ -13,7 +13,7 @@ from penstock.train.trackers.run_info import RunInfo, resolve_mlflow_uri
 from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 MAX_PARAMS_PER_REQUEST = 100
-"""Maximum parameters per request."""
+"""Maximum parameters per request that a server accepts (REST API, log-batch)."""
 MAX_PARAM_LENGTH = 6000
 """Maximum characters of a parameter."""
 
@@ -24,23 +24,18 @@ def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
     if "id" in state:
         client.update_run(state["id"], status="RUNNING")
     else:
-        _create(client, run_info, state)
+        tags = {"penstock.key": run_info.key, **dict.fromkeys(run_info.tags, "true")}
+        experiment = _get_or_create_experiment(client, run_info.project)
+        run = client.create_run(experiment, run_name=run_info.name, tags=tags)
+        state |= {"id": run.info.run_id, "owes_settings": True}
+        if (uri := resolve_mlflow_uri(run_info)).startswith("http"):
+            path = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
+            state["url"] = f"{redact(uri).rstrip('/')}/#/{path}"
     # Also if an earlier attempt created the run but did not log the settings.
     if state.get("owes_settings"):
         _log_params(client, run_info, state["id"])
         del state["owes_settings"]
     return _Run(client, state["id"])
-
-
-def _create(client: MlflowClient, run_info: RunInfo, memory: ResumeState) -> None:
-    tags = {"penstock.key": run_info.key, **dict.fromkeys(run_info.tags, "true")}
-    run = client.create_run(
-        _get_or_create_experiment(client, run_info.project), run_name=run_info.name, tags=tags
-    )
-    memory |= {"id": run.info.run_id, "owes_settings": True}
-    if (uri := resolve_mlflow_uri(run_info)).startswith("http"):
-        path = f"experiments/{run.info.experiment_id}/runs/{run.info.run_id}"
-        memory["url"] = f"{redact(uri).rstrip('/')}/#/{path}"
 
 
 def _log_params(client: MlflowClient, run_info: RunInfo, run_id: str) -> None:

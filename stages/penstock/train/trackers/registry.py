@@ -1,44 +1,33 @@
 """Tracker registry: supported trackers, which ones a run uses, and whether they are installed."""
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from importlib.util import find_spec
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core import env
 from penstock.core.errors import CapabilityError
 
-
-@dataclass(frozen=True)
-class TrackerSpec:
-    """One tracker."""
-
-    title: str
-    """The name shown to users."""
-    module: str
-    """The required module; the extra of this package that installs it has the tracker's name."""
-
-    @property
-    def is_installed(self) -> bool:
-        """Whether its package is installed. Imports nothing."""
-        return find_spec(self.module) is not None
-
-
-SPECS: Mapping[str, TrackerSpec] = {
-    "wandb": TrackerSpec("Weights & Biases", "wandb"),
-    "tensorboard": TrackerSpec("TensorBoard", "tensorboard"),
-    "mlflow": TrackerSpec("MLflow", "mlflow"),
-    "trackio": TrackerSpec("trackio", "trackio"),
+TITLES: Mapping[str, str] = {
+    "wandb": "Weights & Biases",
+    "tensorboard": "TensorBoard",
+    "mlflow": "MLflow",
+    "trackio": "trackio",
 }
-"""Ours."""
+"""Our trackers, by the module that each imports, which is also the extra that installs it, and the
+names shown to users."""
+
+
+def is_installed(name: str) -> bool:
+    """Whether the package of a tracker is installed. Imports nothing."""
+    return find_spec(name) is not None
 
 
 def require_trackers(train: TrainConfig) -> None:
     """Raise CapabilityError for a configured tracker whose package is not installed."""
-    for name, spec in SPECS.items():
-        if getattr(train, f"use_{name}") and not spec.is_installed:
+    for name in TITLES:
+        if getattr(train, f"use_{name}") and not is_installed(name):
             raise CapabilityError(
-                f"train.use_{name} is true, and the package {spec.module} is not installed.\n"
+                f"train.use_{name} is true, and the package {name} is not installed.\n"
                 f"  pip install 'penstock[{name}]', or leave it out: metrics.jsonl and report.html "
                 "are written anyway."
             )
@@ -46,11 +35,11 @@ def require_trackers(train: TrainConfig) -> None:
 
 def select_trackers(train: TrainConfig) -> tuple[list[str], list[str]]:
     """Names of the trackers to use, and messages about that."""
-    names = [name for name in SPECS if getattr(train, f"use_{name}")]
+    names = [name for name in TITLES if getattr(train, f"use_{name}")]
     notes: list[str] = []
     is_logged_in = env.wandb_is_logged_in()
     if train.use_wandb is None and is_logged_in:
-        if SPECS["wandb"].is_installed:
+        if is_installed("wandb"):
             names.insert(0, "wandb")
         else:
             notes.append(

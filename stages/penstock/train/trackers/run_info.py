@@ -39,7 +39,6 @@ class RunInfo:
 
     @classmethod
     def from_job(cls, job: Job) -> "RunInfo":
-        """Build from the job's config."""
         run, train = job.config, job.config.train
         return cls(
             folder=job.output_dir,
@@ -66,9 +65,10 @@ def resolve_mlflow_uri(run_info: RunInfo) -> str:
     return run_info.mlflow_uri or env.mlflow_uri() or f"sqlite:///{file}"
 
 
-def redacted_settings(run: RunConfig) -> Iterator[tuple[str, Any]]:
-    """(dotted name, value) of every setting, with secrets in URLs and variables removed."""
-    yield from _flatten(run.model_dump(mode="json"), "")
+def redacted_settings(run: RunConfig, *, only_changed: bool = False) -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of every setting, or of those that differ from their defaults, with
+    secrets in URLs and variables removed."""
+    yield from _flatten(run.model_dump(mode="json", exclude_defaults=only_changed), "")
 
 
 def _flatten(value: Any, prefix: str) -> Iterator[tuple[str, Any]]:

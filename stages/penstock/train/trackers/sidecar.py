@@ -17,7 +17,6 @@ class RunEnd:
         """Also if the rank died without a message."""
 
     def read_stdin(self) -> None:
-        """Read standard input to its end."""
         # Not through sys.stdin, whose lock must not be held by a thread at interpreter exit.
         message = b""
         while more := os.read(0, 4096):

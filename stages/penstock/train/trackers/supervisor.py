@@ -45,9 +45,9 @@ class TrackerProcess:
         return self._failure_reason(status)
 
     def signal_end(self, ending: Ending) -> None:
-        """Signal the end of the run: `finished` or `stopped`."""
         stdin = self._process.stdin
         if stdin:
+            # A process that has ended has closed its end of the pipe.
             with suppress(OSError):
                 stdin.write(ending.encode())
             with suppress(OSError):
@@ -72,7 +72,9 @@ class TrackerProcess:
             lines = self.log.read_text(errors="replace").strip().splitlines()
             if any(line.startswith("Timeout (") for line in lines):
                 return "a call to it timed out"
-            return lines[-1].strip()
+            # Empty if the process was killed, as by the kernel for memory.
+            if lines:
+                return lines[-1].strip()
         return f"its process ended with status {status}"
 
 

@@ -14,14 +14,8 @@ from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
     """See `StartRun`. A new event file continues the existing ones."""
-    return _EventFiles(
-        EventFileWriter(str(run_info.tensorboard_dir)), last_step=last_logged_step(state)
-    )
-
-
-def last_logged_step(memory: ResumeState) -> int:
-    """The last step logged by an earlier process."""
-    return max([0, *memory.get("told", {}).values()])
+    last_step = max([0, *state.get("told", {}).values()])
+    return _EventFiles(EventFileWriter(str(run_info.tensorboard_dir)), last_step)
 
 
 class _EventFiles:

@@ -18,6 +18,7 @@ def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
         name=state["id"],
         config=dict(run_info.settings),
         resume="allow",
+        # A notebook's cell is the user's, not the dashboard's.
         embed=False,
         auto_log_gpu=False,
         auto_log_cpu=False,

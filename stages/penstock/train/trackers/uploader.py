@@ -11,16 +11,15 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 from penstock.core.extensions import TRACKERS
 from penstock.core.file_lock import acquire_lock
 from penstock.core.file_tail import FileTail
 from penstock.core.files import read_json, write_json
 from penstock.train.launch.job import JOB, METRICS, Job
-from penstock.train.metrics.jsonl import parse_line
+from penstock.train.metrics.jsonl import is_number, parse_line
 from penstock.train.trackers.run_info import TRACKERS_FOLDER, RunInfo
-from penstock.train.trackers.scalars import record_kind, record_values
 from penstock.train.trackers.sidecar import RunEnd, start_sidecar
 from penstock.train.trackers.tracker import PackageTracker, ResumeState, StartRun, Tracker
 
@@ -36,6 +35,13 @@ POLL_SECONDS = 0.5
 
 NICENESS = 10
 """Nice value: training has priority."""
+
+Kind = Literal["train", "eval"]
+
+GROUPS = {"phases": "seconds", "grad_norms": "grad_norm", "param_norms": "param_norm"}
+"""Name prefixes of nested values, where they differ from the record's names."""
+
+NON_METRICS = {"step", "time", "memory_rank"}
 
 T = TypeVar("T")
 
@@ -116,7 +122,6 @@ class UploadState:
         self._send(kind, record)
 
     def upload_last(self) -> None:
-        """Upload the last step if it was skipped."""
         if self._skipped and self._skipped["step"] > self._last_steps.get("train", -1):
             self._send("train", self._skipped)
 
@@ -145,3 +150,37 @@ def _with_timeout(call: Callable[[], T]) -> T:
         return call()
     finally:
         faulthandler.cancel_dump_traceback_later()
+
+
+def record_kind(record: Mapping[str, Any]) -> Kind | None:
+    """Whether it is a step or an evaluation; None: neither, without scalars."""
+    if "loss" in record:
+        return "train"
+    return "eval" if any(name.startswith("eval_") for name in record) else None
+
+
+def record_values(record: Mapping[str, Any]) -> dict[str, float]:
+    """`train/loss`, `eval/loss`, `seconds/optimizer`, `grad_norm/layers.3`, `router/entropy.1`."""
+    return dict(_flatten(record))
+
+
+def _flatten(record: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    for name, value in record.items():
+        if name in NON_METRICS:
+            continue
+        if name == "routers":
+            yield from _router_scalars(value)
+        elif isinstance(value, Mapping):
+            for inner, number in value.items():
+                if is_number(number):
+                    yield f"{GROUPS.get(name, name)}/{inner}", float(number)
+        elif is_number(value):
+            evaluated = name.removeprefix("eval_")
+            yield f"{'train' if evaluated == name else 'eval'}/{evaluated}", float(value)
+
+
+def _router_scalars(routers: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Router entropy per layer; not the token count of each expert."""
+    for name in ("entropy", "imbalance"):
+        for layer, value in zip(routers["layers"], routers[name], strict=True):
+            yield f"router/{name}.{layer}", float(value)

@@ -21,6 +21,7 @@ def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
         name=run_info.name,
         tags=run_info.tags,
         id=state["id"],
+        # Offline, wandb ignores it and warns.
         resume="allow" if mode is None else None,
         dir=run_info.folder,
         config=dict(run_info.settings),

@@ -192,6 +192,7 @@ class KimiDeltaAttention(GatedDeltaNet):
         wide = torch.promote_types(a_TN.dtype, torch.float32)
         _, of_rates, of_steps = self.head_blocks()
         bias_E = of_heads(self.dt_bias, of_steps).to(wide)
+        # Checkpoints have it as [1, 1, N, 1].
         A_log_N = of_heads(self.A_log.flatten(), of_rates).to(wide)
         steps_TNK = F.softplus(a_TN.to(wide) + bias_E).unflatten(-1, (len(A_log_N), -1))
         return -A_log_N.exp().unsqueeze(-1) * steps_TNK

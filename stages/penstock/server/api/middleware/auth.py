@@ -27,6 +27,7 @@ class ApiKeys:
         machine, which prevents DNS rebinding from a browser."""
         if not self._digests:
             host = headers.get("host", "")
+            # An IPv6 address without a port ends with a bracket, and has colons itself.
             name = host if host.endswith("]") else host.rsplit(":", 1)[0]
             if name.lower() not in LOOPBACK:
                 raise ApiError(

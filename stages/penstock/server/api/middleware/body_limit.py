@@ -22,15 +22,15 @@ from penstock.server.api.errors import ApiError
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
 MAX_SMALL_BYTES = 1 << 20  # Maximum bytes of a body without samples, compressed and decompressed
+# Maximum commas, colons and brackets in a small JSON body: some milliseconds of decoding.
 MAX_SMALL_VALUES = 20_000
-"""Maximum commas, colons and brackets in a small JSON body: some milliseconds of decoding."""
+# Maximum number of keys per object, except for loss inputs: each unknown key becomes a validation
+# error, which takes more time and memory than the key.
 MAX_KEYS = 64
-"""Maximum number of keys per object, except for loss inputs: each unknown key becomes a validation
-error, which takes more time and memory than the key."""
 SMALL_WINDOW = 1 << 23  # Maximum window size in bytes for decompressing a small body
+# The first bytes of each body that are always accepted, so that heartbeats succeed when there is no
+# memory for large bodies.
 UNCOUNTED_BYTES = 1 << 16
-"""The first bytes of each body that are always accepted, so that heartbeats succeed when there is
-no memory for large bodies."""
 
 BODY_SECONDS = 20.0  # Seconds for a body to arrive, plus its length divided by MIN_RATE
 MIN_RATE = 64 << 10  # Minimum average upload rate in bytes per second

@@ -90,6 +90,7 @@ Input = Annotated[
     ),
 ]
 Chunks = Annotated[
+    # fail_fast: pydantic would make an error of each of 100,000 chunks that are wrong.
     list[dict[str, Any]], Field(max_length=100_000, fail_fast=True), WithJsonSchema(_CHUNKS)
 ]
 

@@ -25,8 +25,8 @@ from penstock.server.api.wire.tensors import (
 from penstock.server.protocol.images import Image
 
 MAX_IMAGES = 512  # Maximum number of distinct images of a request
+# Of the tensors of all distinct images of a request: a small file may have many pixels.
 MAX_IMAGE_BYTES = 128 << 20
-"""Of the tensors of all distinct images of a request: a small file may have many pixels."""
 MAX_BASE64 = 180 << 20  # Maximum characters of an image in JSON: `media.kinds.MAX_BYTES` in base64
 TEXT, IMAGE = "encoded_text", "image"
 IMAGE_FIELDS = {"type", "data", "format", "expected_tokens"}

@@ -26,8 +26,8 @@ from penstock.server.protocol.results import Result
 LOG = logging.getLogger(__name__)
 
 PROCESSES = 2
+# Timeout in seconds for the start of a process, which on a busy machine may take long.
 START_SECONDS = 300.0
-"""Timeout in seconds for the start of a process, which on a busy machine may take long."""
 JOB_SECONDS = 60.0
 """Timeout in seconds for one job in a process that has started; bodies within the limits of
 `request_bodies` take a few seconds."""
@@ -35,9 +35,9 @@ BASE_MEMORY = 1 << 30
 """Memory limit of a process in bytes, in addition to twice the maximum body size."""
 IMAGE_MEMORY = 2 << 30
 """Where images are processed: their processor, and one image of `media.decode.MAX_PIXELS`."""
+# Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop is
+# blocked; with chunks of a megabyte they take seven.
 CHUNK_BYTES = 1 << 16
-"""Bytes per read from a process: 128 MB take half a millisecond each, during which the event loop
-is blocked; with chunks of a megabyte they take seven."""
 NICENESS = 10  # Nice value of the processes from their start on, so that heartbeats are not delayed
 MAX_NICENESS = 19
 LENGTH = 8  # Bytes of the length prefix of each part
@@ -178,6 +178,8 @@ class _Codec:
             stdout=asyncio.subprocess.PIPE,
             limit=CHUNK_BYTES,
             env=env.child_environment(
+                # With -m, Python imports modules from the current folder before its own, unless
+                # PYTHONSAFEPATH.
                 {"PYTHONSAFEPATH": "1", "OPENBLAS_NUM_THREADS": "1", "OMP_NUM_THREADS": "1"}
             ),
         )
@@ -235,6 +237,7 @@ class _Codec:
         stdin.write(len(header).to_bytes(LENGTH, "little") + header)
         stdin.write(sum(map(len, parts)).to_bytes(LENGTH, "little"))
         for part in parts:
+            # Part by part: asyncio copies what the pipe does not take at once.
             stdin.write(part)
             await stdin.drain()
 

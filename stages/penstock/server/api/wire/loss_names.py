@@ -36,6 +36,7 @@ _DRGRPO = _XorlLoss(
     "drgrpo", clip=(0.2, 0.28), renamed={"beta": "kl_beta"}, neutral={"kl_type": ("k3", None)}
 )
 
+# xorl losses by name. xorl's clip parameters are distances from 1; here they are thresholds.
 XORL: Mapping[str, _XorlLoss] = {
     "causallm_loss": _XorlLoss("cross_entropy"),
     "policy_loss": _XorlLoss(
@@ -48,7 +49,6 @@ XORL: Mapping[str, _XorlLoss] = {
     "drgrpo": _DRGRPO,
     "drgrpo_loss": _DRGRPO,
 }
-"""xorl losses by name. xorl's clip parameters are distances from 1; here they are thresholds."""
 
 
 def resolve_loss(name: str, params: Mapping[str, Any]) -> LossSpec:

@@ -152,6 +152,7 @@ class BodyDecoder:
             limit = min(job.max_bytes, INLINE_BYTES)
             return decompressed(packed, job.encoding, limit, SMALL_WINDOW)
         except ApiError as refusal:
+            # The codec process has larger limits, and refuses the body if it must.
             raise NotInlineError from refusal
 
     def _decode_proto_pass(self, body: bytes) -> tuple[DecodedBody, requests.ForwardBackward]:
@@ -278,6 +279,7 @@ def _validated(kind: type[B], parsed: Any) -> B:
     try:
         return kind.model_validate(parsed)
     except ValidationError as error:
+        # pydantic would put the value, of any size, into each error.
         faults = error.errors(include_url=False, include_context=False, include_input=False)
         raise RequestValidationError(
             [{**fault, "loc": ("body", *fault["loc"])} for fault in faults[:MAX_VALIDATION_ERRORS]]

@@ -1,14 +1,17 @@
-"""Data section of a report: counts, lengths, sources, dropped samples."""
+"""Sections of a report beside its charts: data, evaluation by generation, and lineage."""
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 from penstock.config.schema.run import RunConfig
+from penstock.core.cache.stage import short
 from penstock.core.remote.urls import redact_text
-from penstock.train.length_histogram import PERCENTILES, bar_names
+from penstock.train.length_histogram import bar_names
 from penstock.train.report.chart import BarChart, build_bar_chart
-from penstock.train.report.format import amount
+from penstock.train.report.format import amount, duration, number, share, when
+from penstock.train.report.read_run import RunRecord
 
 Row = tuple[str, ...]
 
@@ -42,7 +45,7 @@ def build_data_section(
     packed, prepared = facts["packed"], facts["prepared"] or {}
     dropped: Mapping[str, int] = prepared.get("dropped", {})
     return DataSection(
-        figures=list(_figures(packed, prepared, config)),
+        figures=list(_data_figures(packed, prepared, config)),
         lengths=list(_lengths(packed, prepared, shown["lengths"])),
         sources=_sources(prepared.get("sources", [])),
         packed=_packed_sources(packed.get("sources", {})),
@@ -55,7 +58,7 @@ def build_data_section(
     )
 
 
-def _figures(
+def _data_figures(
     packed: Mapping[str, Any], prepared: Mapping[str, Any], config: RunConfig
 ) -> Iterator[tuple[str, str]]:
     rows: Mapping[str, int] = prepared.get("rows", {})
@@ -90,13 +93,13 @@ def _lengths(
             edges, counts = histogram["edges"], histogram["counts"]
             shorts = [f"{edge:,}" for edge in edges]
             bars = list(zip(shorts, bar_names(edges), counts, strict=False))
-            yield build_bar_chart(title, bars, amount, note=_percentiles(histogram["percentiles"]))
+            yield build_bar_chart(title, bars, note=_percentiles(histogram["percentiles"]))
         elif coarse[split]:
-            yield build_bar_chart(title, _power_of_two_bars(coarse[split]), amount)
+            yield build_bar_chart(title, _power_of_two_bars(coarse[split]))
 
 
 def _percentiles(percentiles: Mapping[str, int]) -> str:
-    rows = {name: f"{percentiles[name]:,}" for name in PERCENTILES}
+    rows = {name: f"{length:,}" for name, length in percentiles.items()}
     return (
         f"Shortest {rows['shortest']}, median {rows['median']}, 90% up to {rows['90%']}, "
         f"99% up to {rows['99%']}, longest {rows['longest']}."
@@ -158,3 +161,102 @@ def _dropped_sample(sample: Mapping[str, Any]) -> tuple[str, str]:
     else:
         location = f"{sample['source']}, record {sample['row']} of slice {sample['slice']}"
     return redact_text(location), redact_text(sample["why"])
+
+
+@dataclass(frozen=True)
+class EvaluationSection:
+    """The content of the section; empty if only the command is shown."""
+
+    figures: list[tuple[str, str]]
+    """Metrics of held-out prompts."""
+    answers: list[Mapping[str, Any]]
+    """Sample completions: `prompt`, `answer`, `expected` and whether that is `right`."""
+    tasks: list[Row]
+    """Harness task scores; the first row is the heading."""
+    command: str
+    """The command that runs an evaluation, if there has been none."""
+
+
+def build_evaluation_section(run: RunRecord) -> EvaluationSection | None:
+    """None if there was no evaluation and none is possible."""
+    held_out, tasks = run.eval_results["held_out"], run.eval_results["tasks"]
+    can_be_asked = run.state == "finished" and run.holds_out and not run.config.train.eval_only
+    if not held_out and not tasks and not can_be_asked:
+        return None
+    return EvaluationSection(
+        figures=_held_out_figures(held_out) if held_out else [],
+        answers=held_out["samples"] if held_out else [],
+        tasks=[("task", "metric", "value", "standard error"), *map(_task, tasks)] if tasks else [],
+        command="" if held_out or not can_be_asked else f"penstock eval {run.folder}",
+    )
+
+
+def _held_out_figures(held_out: Mapping[str, Any]) -> list[tuple[str, str]]:
+    right, count, part = held_out["right"], held_out["asked"], held_out["accuracy"]
+    error = math.sqrt(part * (1 - part) / count)
+    pattern = held_out["pattern"]
+    return [
+        ("exact match", f"{right:,} of {count:,}, {share(part)}"),
+        ("standard error", share(error)),
+        ("compared", f"the last match of {pattern}" if pattern else "the whole completion"),
+        ("evaluated", when(held_out["time"])),
+    ]
+
+
+def _task(score: Mapping[str, Any]) -> Row:
+    error = "" if score["stderr"] is None else number(score["stderr"])
+    limit = "" if score["limit"] is None else f" (first {score['limit']:,})"
+    return f"{score['task']}{limit}", score["metric"], number(score["value"]), error
+
+
+@dataclass(frozen=True)
+class Link:
+    """One stage of the lineage."""
+
+    stage: str
+    key: str
+    state: str
+    """For example `reused` or `built for this run`."""
+    facts: list[str]
+
+
+def build_lineage(run: RunRecord) -> list[Link]:
+    """From the sources to the run itself; only the run if nothing else is known."""
+    links: list[Link] = []
+    if run.data:
+        artifacts: Mapping[str, Any] = run.data.get("made", {})
+        if sources := artifacts.get("prepare", {}).get("sources"):
+            pins = [_pinned_source(name, pin) for name, pin in sources.items()]
+            links.append(Link("sources", "", "", pins))
+        if "prepare" in artifacts:
+            links.append(_link(run, run.data, "prepare", "prepared", "sample"))
+        if "pack" in artifacts:
+            links.append(_link(run, run.data, "pack", "packed", "row"))
+    facts = [f"{run.steps[-1]['step']:,} step(s)"] if run.steps else []
+    if started := run.environment.get("started"):
+        facts.append(when(started))
+    if run.seconds is not None:
+        facts.append(f"in {duration(run.seconds)}")
+    return [*links, Link("train", short(run.key), run.state, facts)]
+
+
+def _link(run: RunRecord, data: Mapping[str, Any], stage: str, name: str, unit: str) -> Link:
+    """`name` is what `data` calls the facts of the stage."""
+    facts, state = data[name] or {}, ""
+    rows, fill = facts.get("rows", {}), facts.get("fill", {})
+    lines = [f"{sum(rows.values()):,} {unit}(s)"] if rows else []
+    if "train" in fill:
+        lines.append(f"{share(fill['train'])} full")
+    if build := run.build_info.get(stage):
+        state = "reused" if build["reused"] else "built for this run"
+        lines.append(f"{when(build['created'])}, in {duration(build['seconds'])}")
+    return Link(stage, short(data["made"][stage]["key"]), state, lines)
+
+
+def _pinned_source(name: str, pin: Mapping[str, Any]) -> str:
+    """The name and pinned content of a source, in brief."""
+    title = next((str(pin[n]) for n in ("repo", "label", "name") if pin.get(n)), name)
+    version = next((f"{n} {str(pin[n])[:12]}" for n in ("commit", "version") if pin.get(n)), "")
+    files = f"{pin['files']} file(s)" if isinstance(pin.get("files"), int) else ""
+    details = ", ".join(part for part in (version, files) if part)
+    return redact_text(f"{title} ({details})" if details else title)

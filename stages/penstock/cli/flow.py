@@ -6,19 +6,17 @@ Prefect is never imported here: the scripts and the `prefect` command run as pro
 import os
 import subprocess
 import sys
-from collections.abc import Sequence
 from functools import partial
 from importlib.util import find_spec
 from pathlib import Path
+from typing import Annotated, Any
+
+import typer
 
 import penstock
 from penstock.cli.console import Console
-from penstock.config.loading.cli_overrides import Override
-from penstock.config.loading.load import load
+from penstock.cli.options import Config, run_request
 from penstock.core.errors import CapabilityError, StageError
-from penstock.core.files import atomic_write
-from penstock.core.process.die_with_parent import end_with_parent
-from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, asks_for_password
 
 PREFECT_FILE = "prefect.yaml"
 
@@ -30,21 +28,28 @@ def flows_folder() -> Path:
     return inside if inside.is_dir() else package.parents[1] / "flows"
 
 
-def run_flow(
-    config: Path, overrides: Sequence[Override], console: Console, *, recurring: bool
-) -> dict[str, object]:
-    """Replace this process by the flow (`execv`); with --json start the flow and wait for it.
-    Raises ConfigError for a config that cannot be loaded.
-    """
+def flow(
+    console: Console,
+    config: Config,
+    recurring: Annotated[
+        bool,
+        typer.Option("--recurring", help="Run the flow that trains again when the sources grow."),
+    ] = False,
+) -> dict[str, Any]:
+    """Run the whole pipeline as a Prefect flow on this machine."""
+    from penstock.config.loading.load import load
+    from penstock.core.process.die_with_parent import end_with_parent
+
+    request = run_request(config)
     _require_prefect()
-    load(config, overrides)
+    load(request.file, request.overrides)  # for its errors, before this process is replaced
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
-    settings = [f"{override.option}={override.text}" for override in overrides]
-    command = [sys.executable, str(script), str(config), *settings]
-    # `execv` drops what Python still buffers.
-    sys.stdout.flush()
+    command = [sys.executable, str(script), *request.arguments()]
     if not console.as_json:
+        # `execv` drops what Python still buffers.
+        sys.stdout.flush()
         os.execv(sys.executable, command)
+    # stdout is for the JSON object, and a flow whose parent was killed would run on.
     done = subprocess.run(
         command, stdout=sys.stderr, preexec_fn=partial(end_with_parent, os.getpid()), check=False
     )
@@ -53,13 +58,22 @@ def run_flow(
     return {"flow": script.stem}
 
 
-def deploy(pool: str, console: Console, *, write_only: bool) -> dict[str, object]:
-    """Write `prefect.yaml` unless it exists, create the pool and register the deployments.
+def deploy(
+    console: Console,
+    pool: Annotated[
+        str, typer.Option(metavar="NAME", help="The work pool; created if it does not exist.")
+    ] = "penstock",
+    write_only: Annotated[
+        bool, typer.Option("--write-only", help="Only write prefect.yaml; contact no server.")
+    ] = False,
+) -> dict[str, Any]:
+    """Write prefect.yaml and register deployments with Prefect."""
+    from penstock.core.files import atomic_write
+    from penstock.core.remote.prefect_password import WITHOUT_PASSWORD, asks_for_password
 
-    Raises CapabilityError without Prefect, StageError with Prefect's message if it fails.
-    """
     _require_prefect()
     file = Path(PREFECT_FILE)
+    # Users edit schedules and parameters in it.
     if file.exists():
         console.say(f"{file} exists already and is used as it is")
     else:
