@@ -30,12 +30,12 @@ class _Run(NamedTuple):
 class _Gathered(NamedTuple):
     """Short runs of one sequence each."""
 
-    sequences: torch.Tensor
-    """int64 [R]."""
+    sequences: torch.Tensor | None
+    """int64 [R]; None: all in order."""
     slots: torch.Tensor
     """int64 [R, C], padded with a slot of the run."""
-    is_padding: torch.Tensor
-    """bool [R, C]."""
+    bias_RC: torch.Tensor  # noqa: N815 - R and C name the dimensions
+    """-inf for padding, else 0."""
 
 
 class _Runs(NamedTuple):
@@ -87,7 +87,7 @@ def paged_attention(
     q_TNH = q_TNH.to(k_PSKH.dtype)
     if not sequences.is_decode:
         return _chunks(q_TNH, k_PSKH, v_PSKH, sequences, scale, window, sinks_N)
-    q_BKGH = q_TNH.unflatten(1, (k_PSKH.shape[2], -1))
+    q_BKGH = q_TNH.reshape(len(q_TNH), k_PSKH.shape[2], -1, q_TNH.shape[2])
     k_TKH, v_TKH = k_PSKH.flatten(0, 1), v_PSKH.flatten(0, 1)
     token_bytes = 2 * k_TKH[0].numel() * k_TKH.itemsize
     runs, queries, gathered, sequence_R = _runs(sequences, window, COPY_BYTES // token_bytes)
@@ -97,7 +97,10 @@ def paged_attention(
     ]
     if gathered:
         parts.append(_of_gathered(q_BKGH, gathered, k_TKH, v_TKH, scale))
-    y_RNH, lse_RN = (torch.cat(part) for part in zip(*parts, strict=True))
+    if len(parts) == 1:
+        [(y_RNH, lse_RN)] = parts
+    else:
+        y_RNH, lse_RN = (torch.cat(part) for part in zip(*parts, strict=True))
     if sequence_R is not None:
         y_RNH, lse_RN = _merge(y_RNH, lse_RN, sequence_R, len(q_TNH))
     if sinks_N is not None:
@@ -114,21 +117,27 @@ def _of_run(
     scale: float,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [r, N, H] and log-sum-exps [r, N] of the r sequences that have this run."""
-    # The query heads of a key head, of all sequences, are batched as queries: [1, K, r G, H].
-    if isinstance(rows, int):
-        q_1KQH, count = q_BKGH.narrow(0, rows, 1), 1
-    else:
-        count = len(rows)
-        q_1KQH = q_BKGH[rows].transpose(0, 1).flatten(1, 2).unsqueeze(0)
     k_1KCH, v_1KCH = (
         x_TKH.narrow(0, run.first_slot, run.length).transpose(0, 1).unsqueeze(0)
         for x_TKH in (k_TKH, v_TKH)
     )
-    y_1KQH, lse_1KQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_1KQH, k_1KCH, v_1KCH, 0.0, False, scale=scale
+    if isinstance(rows, int):
+        y_1KGH, lse_1KG = _attend(q_BKGH.narrow(0, rows, 1), k_1KCH, v_1KCH, None, scale)
+        return y_1KGH.flatten(1, 2), lse_1KG.flatten(1)
+    # The query heads of a key head, of all sequences, are batched as queries.
+    q_KQH = q_BKGH[rows].transpose(0, 1).flatten(1, 2)
+    y_1KQH, lse_1KQ = _attend(q_KQH.unsqueeze(0), k_1KCH, v_1KCH, None, scale)
+    y_rNH = y_1KQH[0].unflatten(1, (len(rows), -1)).transpose(0, 1).flatten(1, 2)
+    return y_rNH, lse_1KQ[0].unflatten(1, (len(rows), -1)).transpose(0, 1).flatten(1)
+
+
+def _attend(
+    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bias: torch.Tensor | None, scale: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    # The public function does not return the log-sum-exp.
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default(
+        q, k, v, 0.0, False, attn_mask=bias, scale=scale
     )
-    y_rNH = y_1KQH[0].unflatten(1, (count, -1)).transpose(0, 1).flatten(1, 2)
-    return y_rNH, lse_1KQ[0].unflatten(1, (count, -1)).transpose(0, 1).flatten(1)
 
 
 def _of_gathered(
@@ -140,15 +149,12 @@ def _of_gathered(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Outputs [R, N, H] and log-sum-exps [R, N] of short runs."""
     slots, shape = gathered.slots.flatten(), gathered.slots.shape
-    q_RKGH = q_BKGH[gathered.sequences]
+    q_RKGH = q_BKGH if gathered.sequences is None else q_BKGH[gathered.sequences]
     k_RKCH, v_RKCH = (
         x_TKH.index_select(0, slots).unflatten(0, shape).transpose(1, 2) for x_TKH in (k_TKH, v_TKH)
     )
-    bias_RC = q_RKGH.new_zeros(shape).masked_fill_(gathered.is_padding, -torch.inf)
-    bias = bias_RC[:, None, None, :].expand(-1, *q_RKGH.shape[1:3], -1)
-    y_RKGH, lse_RKG = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-        q_RKGH, k_RKCH, v_RKCH, 0.0, False, attn_mask=bias, scale=scale
-    )
+    bias = gathered.bias_RC.to(q_BKGH.dtype)[:, None, None, :].expand(-1, *q_RKGH.shape[1:3], -1)
+    y_RKGH, lse_RKG = _attend(q_RKGH, k_RKCH, v_RKCH, bias, scale)
     return y_RKGH.flatten(1, 2), lse_RKG.flatten(1)
 
 
@@ -184,20 +190,22 @@ def _runs(sequences: PagedSequences, window: int | None, short: int) -> _Runs:
             run.sequences[0] if len(run.sequences) == 1 else torch.tensor(run.sequences)
             for run in runs
         ]
-        gathered = _gather(copied) if copied else None
+        gathered = _gather(copied, len(sequences.tables)) if copied else None
         in_order = order == list(range(len(sequences.tables)))
         sequence_R = None if in_order else torch.tensor(order)
         sequences.memo[key] = _Runs(runs, queries, gathered, sequence_R)
     return sequences.memo[key]
 
 
-def _gather(runs: Sequence[_Run]) -> _Gathered:
+def _gather(runs: Sequence[_Run], count: int) -> _Gathered:
+    numbers = [run.sequences[0] for run in runs]
     length_R1 = torch.tensor([[run.length] for run in runs])
     within_C = torch.arange(int(length_R1.max()))
     first_R1 = torch.tensor([[run.first_slot] for run in runs])
     slots_RC = first_R1 + torch.minimum(within_C, length_R1 - 1)
-    numbers = torch.tensor([run.sequences[0] for run in runs])
-    return _Gathered(numbers, slots_RC, within_C >= length_R1)
+    bias_RC = torch.zeros(slots_RC.shape).masked_fill_(within_C >= length_R1, -torch.inf)
+    is_all = numbers == list(range(count))
+    return _Gathered(None if is_all else torch.tensor(numbers), slots_RC, bias_RC)
 
 
 def _of_sequence(
@@ -265,9 +273,7 @@ def _chunks(
         if window is not None:
             hidden_QC |= key_C <= own_Q1 - window
         bias_QC = q_QNH.new_zeros(hidden_QC.shape).masked_fill_(hidden_QC, float("-inf"))
-        y_1NQH, lse_1NQ = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
-            q_1NQH, k_1NCH, v_1NCH, 0.0, False, attn_mask=bias_QC, scale=scale
-        )
+        y_1NQH, lse_1NQ = _attend(q_1NQH, k_1NCH, v_1NCH, bias_QC, scale)
         y_QNH = y_1NQH[0].transpose(0, 1)
         if sinks_N is not None:
             y_QNH, _ = with_sinks(y_QNH, lse_1NQ[0].transpose(0, 1), sinks_N)
