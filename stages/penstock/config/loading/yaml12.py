@@ -163,9 +163,7 @@ class _Builder:
 
     def build(self, node: Node, path: Steps, key: Node | None = None) -> Any:
         """The value of `node` at `path`."""
-        self._count += 1
-        if self._count > MOST_VALUES:
-            raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
+        self._count_value(node)
         if len(path) > DEEPEST:
             raise YamlError(_mark(node)[0], f"nested too deeply, more than {DEEPEST} levels")
         self._document.positions[path] = Place(_mark(node), _mark(key) if key else None)
@@ -183,6 +181,12 @@ class _Builder:
             return None
         finally:
             self._open.remove(id(node))
+
+    def _count_value(self, node: Node) -> None:
+        # Aliases of aliases double at each level.
+        self._count += 1
+        if self._count > MOST_VALUES:
+            raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
 
     def _mapping(self, node: MappingNode, path: Steps) -> dict[str, Any]:
         values: dict[str, Any] = {}
@@ -218,6 +222,7 @@ class _Builder:
                 continue
             sources = value.value if isinstance(value, SequenceNode) else [value]
             for source in sources:
+                self._count_value(source)
                 if not isinstance(source, MappingNode):
                     self._fault(path, f"line {_mark(key)[0]} merges a value that is not a mapping")
                     continue

@@ -172,7 +172,6 @@ def _exposed_data_parallel(
     """Seconds of weight and gradient communication (FSDP, DDP) not overlapped with compute."""
     degrees, num_micro_batches = sharded.degrees, sharded.micro_batches
     tensors = list_tensors(sharded)
-    inner = degrees.tensor * degrees.context
     gradients = sum(t.num_elements * 4 for t in tensors if t.is_trainable)
     if sharded.is_sharded:
         shards, copies = sharded.shards, degrees.replicate
@@ -188,7 +187,8 @@ def _exposed_data_parallel(
         seconds, shards, reduced = 0.0, 1, gradients
         copies = degrees.num_replicas * degrees.context
     if copies > 1:
-        speed = _link_bandwidth(machine, copies * shards, inner)
+        has_context = not sharded.is_sharded or shards > degrees.shard
+        speed = _link_bandwidth(machine, copies * shards, _stride(sharded, has_context))
         # A ring all-reduce: a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes.
         seconds += 2 * (copies - 1) / copies * reduced / speed
     return _exposed(seconds, compute_seconds)
@@ -202,10 +202,15 @@ def _all_gather_seconds(sharded: ShardedModel, machine: Machine, times: int) -> 
 
 
 def _shard_bandwidth(sharded: ShardedModel, machine: Machine) -> float:
+    has_context = sharded.shards > sharded.degrees.shard
+    return _link_bandwidth(machine, sharded.shards, _stride(sharded, has_context))
+
+
+def _stride(sharded: ShardedModel, has_context: bool) -> int:
+    """The ranks from one to the next of a data-parallel group; `has_context`: the context-parallel
+    ranks, which lie between those of the shard axis, are among them."""
     degrees = sharded.degrees
-    # Context-parallel ranks that hold shards too lie between those of the shard axis.
-    inner = 1 if sharded.shards > degrees.shard else degrees.tensor * degrees.context
-    return _link_bandwidth(machine, sharded.shards, inner)
+    return degrees.tensor if has_context else degrees.tensor * degrees.context
 
 
 def _layer_communication(sharded: ShardedModel, machine: Machine, times: CollectiveCounts) -> float:
