@@ -47,6 +47,8 @@ class CollectiveCounts:
     """Ring passes of keys and values (ring attention)."""
 
 
+# Shoeybi et al. 2019, "Megatron-LM": a sum after attention and one after the network, and the
+# same in the backward pass. A ring then sends keys and values, and their gradients.
 FORWARD = CollectiveCounts(sums=2, exchanges=1, turns=1)
 STEP = CollectiveCounts(sums=4, exchanges=2, turns=3)
 STEP_AGAIN = CollectiveCounts(sums=6, exchanges=3, turns=4)
@@ -88,12 +90,14 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
     flops = step_flops(sharded.config, work, learning=trainable)
     products = (flops + _recompute_flops(sharded, work)) / degrees.world_size / speed
     if run.train.enable_fp8_training and (fp8_speed := machine.speed(1)):
+        # Of linear layers alone: attention and logits are not computed in FP8.
         inner = step_flops(sharded.config, Work(work.tokens, 0, 0, 0), learning=trainable)
         products += inner / degrees.world_size * (1 / fp8_speed - 1 / speed)
     if vision := sharded.model.vision:
         # Pipeline stages wait for the first one, whose ranks divide the images.
         rows = sharded.micro_batches * run.train.micro_batch_size
         products += vision.flops(rows) / (degrees.tensor * degrees.context) / speed
+    # Recomputation repeats the forward pass, two of the four passes over memory.
     factor = 1.5 if run.train.enable_gradient_checkpointing else 1.0
     passes, launching = ACTIVATION_PASSES * factor, LAUNCH_OVERHEAD_SECONDS * factor
     memory = _memory_seconds(sharded, bandwidth, products, passes, launching)
