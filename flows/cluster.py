@@ -145,7 +145,7 @@ def build_task_runner(run: RunConfig) -> TaskRunner[Any] | None:
 
 
 def _pickle_by_value_in_ray(pickler: ModuleType) -> None:
-    """Register the same modules with Ray's own copy of cloudpickle."""
+    # Ray pickles with its own copy of cloudpickle, whose registry of modules is empty.
     for name in cloudpickle.list_registry_pickle_by_value():
         pickler.register_pickle_by_value(sys.modules[name])
 

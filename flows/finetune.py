@@ -91,6 +91,8 @@ def _build_task_run_name() -> str:
     return f"{verb} {short(stage_key(planned.step(name).stage))}"
 
 
+# NO_CACHE: Prefect's policy INPUTS (3.8.8) is not scoped to a task and sees no files, and its lock
+# file blocks for ever after kill -9.
 @task(task_run_name=_build_task_run_name, cache_policy=NO_CACHE, persist_result=False)
 def run_stage(planned: Plan, name: str, rebuild: RebuildOptions) -> State[StageResult]:
     """Run one stage, or reuse its result; the state is `Cached` if it was reused."""
@@ -100,6 +102,7 @@ def run_stage(planned: Plan, name: str, rebuild: RebuildOptions) -> State[StageR
         with shown, forward_prepare_logs(logger):
             outcome = execute_stage(step, planned.run, rebuild, build_notify(name, called, logger))
     except Interrupted as stopped:
+        # Returned: of an exception Prefect makes the state Failed, with a traceback in the log.
         return Cancelled(name="Stopped", message=str(stopped))
     show_stage_result(outcome, called, logger)
     reused = outcome.status == "cached"
@@ -115,6 +118,8 @@ def run_stage_with_retries(planned: Plan, name: str, rebuild: RebuildOptions) ->
         retry_delay_seconds=backoff_seconds(options.retries, options.retry_delay) or 0,
         retry_condition_fn=_is_transient_failure,
     )
+    # Called, not submitted: in a thread of a task runner no signal handler could be set, and a
+    # cancelled flow would leave torchrun running. Prefect's timeout_seconds would leave it, too.
     state = persistent(planned, name, rebuild, return_state=True)
     # `result` would raise CancelledRun, which is no PenstockError: a stop would look like a bug.
     if state.is_cancelled():

@@ -50,8 +50,8 @@ MAX_POLLS = 200
 JOIN_SECONDS = 5.0
 """Seconds that the end of training waits for the last update."""
 
+# Of an artifact request: no stage waits long for the server, for which a flow retries 20 times.
 RETRIES = 2
-"""Retries of an artifact request; no stage waits long for the server."""
 
 
 def show_stage_result(outcome: StageResult, name: str, logger: Logger) -> None:
@@ -208,8 +208,10 @@ class TrainingMonitor:
     def _read_new_records(self) -> None:
         for line in self._metrics.read_new_lines():
             record = json.loads(line)
+            # A run that resumes keeps the records of earlier starts in the file.
             if record["time"] < self._since:
                 continue
+            # Each time: restarted ranks write the file again.
             self._progress.read_total(self._folder / ENVIRONMENT)
             self._progress.add_record(record)
             self._log.add_record(record, self._progress)
@@ -228,6 +230,7 @@ class TrainingMonitor:
                 UUID, create_markdown_artifact(progress.table, "penstock-training", brief)
             )
         else:
+            # Prefect (3.8.8) has a function to update progress artifacts, and none for others.
             get_client(sync_client=True).update_artifact(
                 self._table, ArtifactUpdate(data=progress.table, description=brief)
             )

@@ -24,6 +24,7 @@ def require_server() -> bool:
     parts = urlsplit(url)
     try:
         port = parts.port or (80 if parts.scheme == "http" else 443)
+        # No request: Prefect's client would retry it PREFECT_CLIENT_MAX_RETRIES times.
         with socket.create_connection((parts.hostname or "", port), TIMEOUT):
             pass
     except (OSError, ValueError) as error:

@@ -44,6 +44,7 @@ def temporary_server() -> Generator[None]:
         origin = f"http://127.0.0.1:{listener.getsockname()[1]}"
         descriptor = listener.fileno()
         settings = {
+            # In the environment: every user of the machine can read a process's arguments.
             "PREFECT_SERVER_API_AUTH_STRING": password,
             "PREFECT_SERVER_CORS_ALLOWED_ORIGINS": origin,
             # As Prefect starts its own: without web interface, schedules and telemetry.
@@ -72,6 +73,7 @@ def temporary_server() -> Generator[None]:
     finally:
         server.terminate()
         try:
+            # uvicorn (0.54) waits that long for requests, and then for the app's own shutdown.
             server.wait(2 * SHUTDOWN_SECONDS)
         except subprocess.TimeoutExpired:
             server.kill()

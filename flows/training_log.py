@@ -128,6 +128,7 @@ class TrainingLog:
 
     def _warn_on_restart(self, record: Mapping[str, Any]) -> None:
         step, time = record["step"], record["time"]
+        # Resumed ranks replace the file; its older records are read again, and are no restart.
         if step <= self._last_step and time > self._last_time:
             self._log(
                 logging.WARNING, f"the ranks were started again; training is back at {step:,}"

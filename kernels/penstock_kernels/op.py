@@ -21,12 +21,12 @@ R = TypeVar("R")
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
 """Whether Triton kernels run in Triton's interpreter: correct, on any machine, and very slow."""
 
+# Whether this PyTorch was built for CUDA; does not query a driver. False for ROCm, where no kernel
+# has been tried.
 HAS_CUDA_BUILD = torch.backends.cuda.is_built() and torch.version.hip is None
-"""Whether this PyTorch was built for CUDA; does not query a driver. False for ROCm, where no kernel
-has been tried."""
 
+# Triton is published for Linux only; elsewhere the operations have no such backend.
 HAS_TRITON = find_spec("triton") is not None
-"""Triton is published for Linux only; elsewhere the operations have no such backend."""
 
 
 class UnsupportedError(RuntimeError):

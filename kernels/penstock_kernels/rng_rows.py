@@ -14,8 +14,8 @@ import torch
 
 from penstock_kernels.to_device import to_device
 
+# Random numbers generated at a time: their words, 64 bits each here, fit the caches.
 AT_ONCE = 1 << 18
-"""Random numbers generated at a time: their words, 64 bits each here, fit the caches."""
 
 ROUNDS = 10
 MULTIPLIERS = (0xD2511F53, 0xCD9E8D57)

@@ -11,6 +11,7 @@ def to_device(tensor: torch.Tensor, device: torch.device | str) -> torch.Tensor:
     `non_blocking`.
     """
     device = torch.device(device)
+    # A fake tensor, as in a dry run, has no memory that could be pinned.
     is_on_host = tensor.device.type == "cpu" and not isinstance(tensor, FakeTensor)
     if device.type != "cuda" or not is_on_host:
         return tensor.to(device)

@@ -122,10 +122,12 @@ def test_text_that_is_no_yaml_is_told_with_its_line(text: str, line: int, words:
     assert error.value.line == line
 
 
-def test_aliases_do_not_expand_without_end() -> None:
-    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+@pytest.mark.parametrize("merge", ["", "{<<: "], ids=["lists", "merge keys"])
+def test_aliases_do_not_expand_without_end(merge: str) -> None:
+    lines = ["a0: &a0 {x: 1}"]
     for n in range(1, 12):
-        lines.append(f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]")
+        aliases = f"[{', '.join([f'*a{n - 1}'] * 10)}]"
+        lines.append(f"a{n}: &a{n} {merge}{aliases}{'}' if merge else ''}")
     with pytest.raises(YamlError, match="expands to more than"):
         parse("\n".join(lines))
 

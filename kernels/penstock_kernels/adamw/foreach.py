@@ -7,8 +7,8 @@ import torch
 
 from penstock_kernels.adamw.reference import Settings
 
+# Elements of a tensor that is concatenated: calls cost more than copies.
 SMALL = 1 << 16
-"""Elements of a tensor that is concatenated: calls cost more than copies."""
 MAX_CONCATENATED = 1 << 22
 """Maximum elements of a concatenation of several tensors."""
 

@@ -89,6 +89,7 @@ def adamw_(
         # In the order of `lerp`, by which torch.optim.AdamW computes it.
         m = m + (g - m) * (1 - settings.beta1)
         v = second_RK[rows_slice].float() * settings.beta2 + g * g * (1 - settings.beta2)
+        # eps is added to the corrected root, as in the paper and torch.optim.AdamW.
         update = m / (v.sqrt() / settings.bias_correction2_sqrt + settings.eps)
         w = weight_RK[rows_slice].float()
         if lost_RK is not None:
@@ -100,6 +101,7 @@ def adamw_(
             weight_RK[rows_slice] = _as(weight.dtype, w, None if drawn is None else drawn & LOW)
         else:
             weight_RK[rows_slice] = w
+            # Read back, because the assignment above rounded it.
             lost_RK[rows_slice] = w - weight_RK[rows_slice].float()
 
 

@@ -24,14 +24,14 @@ from torch.autograd.function import once_differentiable
 
 from penstock_kernels.attention.segments import LengthBucket
 
+# Queries of a strip: fastest on AVX-512.
 QUERIES: Mapping[torch.dtype, int] = {torch.bfloat16: 128, torch.float32: 64}
-"""Queries of a strip: fastest on AVX-512."""
 
+# Shorter documents are faster in PyTorch's kernel.
 SHORTEST = 256
-"""Shorter documents are faster in PyTorch's kernel."""
 
+# Bytes of scores at a time. More would not fit the caches.
 SCORES = 8 << 20
-"""Bytes of scores at a time. More would not fit the caches."""
 
 
 @cache
@@ -46,6 +46,7 @@ def should_use(q_SNH: torch.Tensor, k_SKH: torch.Tensor, bucket: LengthBucket) -
     """Whether strips are faster for the documents of this bucket."""
     if q_SNH.device.type != "cpu" or not _multiplies(q_SNH.dtype) or bucket.width < SHORTEST:
         return False
+    # Otherwise not even one pair's scores would stay in the caches.
     rows = q_SNH.shape[1] // k_SKH.shape[1] * QUERIES[q_SNH.dtype]
     return rows * bucket.width * torch.float32.itemsize <= SCORES
 

@@ -7,8 +7,8 @@ import torch
 from penstock_kernels.attention.segments import VarlenMetadata
 from penstock_kernels.attention.sinks import unsupported_sinks
 
+# The kernels read heads in vectors of this many values.
 MULTIPLE = 8
-"""The kernels read heads in vectors of this many values."""
 WIDEST = 256
 
 

@@ -18,10 +18,11 @@ from penstock_kernels.attention.sinks import with_sinks
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
 
+# The default of flex_attention (_DEFAULT_SPARSE_BLOCK_SIZE, torch 2.13).
 BLOCK = 128
 """Tokens in a block, of queries and of keys."""
+# Minimum head width of its kernels' matrix units.
 NARROWEST = 16
-"""Minimum head width of its kernels' matrix units."""
 
 
 def unsupported_width(q_TNH: torch.Tensor) -> str | None:

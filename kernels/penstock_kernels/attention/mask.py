@@ -37,6 +37,7 @@ def visible_counts(start_rows_L: torch.Tensor) -> torch.Tensor:
     """
     length = start_rows_L.shape[-1]
     starts_L = start_rows_L.long().clamp(max=length)
+    # Start rows past the document count in one more slot, which is cut off.
     ended = starts_L.new_zeros(*starts_L.shape[:-1], length + 1)
     ended.scatter_add_(-1, starts_L, torch.ones_like(starts_L))
     seen_L = torch.arange(1, length + 1, device=starts_L.device)

@@ -14,8 +14,8 @@ from penstock_kernels.attention.one_block import Block, attend
 from penstock_kernels.attention.segments import VarlenMetadata
 
 # torch.__version__ compares as versions do, where strings would put 2.9 after 2.12.
+# Before PyTorch 2.12 varlen_attn has no such argument and accepts grouped heads as is.
 ENABLE_GQA: Mapping[str, Any] = {"enable_gqa": True} if torch.__version__ >= "2.12" else {}
-"""Before PyTorch 2.12 varlen_attn has no such argument and accepts grouped heads as is."""
 
 _BLOCK = Block(block.block, block.block_backward)
 

@@ -50,6 +50,7 @@ def eager(
             sinks_NL1 = sinks_N.to(wide)[:, None, None].expand(-1, length, 1)
             scores_NLL = torch.cat((scores_NLL, sinks_NL1), dim=-1)
         # Without the sink's column: it takes a share of the softmax, and has no value.
+        # Rounded before the values are weighted, as in transformers' eager_attention_forward.
         weights_NLL = scores_NLL.softmax(-1)[..., :length].to(q_TNH.dtype)
         if drop is not None:
             weights_NLL = drop(weights_NLL, first)

@@ -236,6 +236,7 @@ def _layout(
         start_B1 = torch.tensor([starts[document] for document in group]).unsqueeze(1)
         length_B1 = torch.tensor([lengths[document] for document in group]).unsqueeze(1)
         within_L = torch.arange(bucket.width)
+        # A real token, not memory as it is: the zero gradients of padding times NaN would be NaN.
         tokens.append((start_B1 + torch.minimum(within_L, length_B1 - 1)).flatten())
         paddings.append((within_L >= length_B1).flatten())
     token_of_slot, is_padding = torch.cat(tokens), torch.cat(paddings)

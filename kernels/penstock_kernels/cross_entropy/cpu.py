@@ -15,9 +15,9 @@ from penstock_kernels.cross_entropy.loss_terms import (
     slopes,
 )
 
+# Numbers at a time for a core, where rows are shorter: 2 MiB in fp32. Of fewer, calls cost more
+# than memory does.
 EACH = 512 * 1024
-"""Numbers at a time for a core, where rows are shorter: 2 MiB in fp32. Of fewer, calls cost more
-than memory does."""
 
 
 def softmax_stats(

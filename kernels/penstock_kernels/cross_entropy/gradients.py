@@ -5,19 +5,19 @@ V rows of a matrix, K its columns, C tokens of a chunk.
 
 import torch
 
+# Bytes of a chunk's contribution at a time on a CPU: it stays in the caches.
 ADDED = 2 << 20
-"""Bytes of a chunk's contribution at a time on a CPU: it stays in the caches."""
 
+# Bytes of a sum that are allocated at once. A C library may not return less than 32 MiB; on a GPU
+# each is a launch.
 TILE_ON_CPU, TILE_ON_GPU = 48 << 20, 128 << 20
-"""Bytes of a sum that are allocated at once. A C library may not return less than 32 MiB; on a GPU
-each is a launch."""
 
+# Bytes in fp32 that are scaled at a time on a CPU, where they are copied.
 SCALED = 8 << 20
-"""Bytes in fp32 that are scaled at a time on a CPU, where they are copied."""
 
+# What all gradients are multiplied by in fp32, before they are rounded. A scalar tensor is one on a
+# GPU, whose value would have to be waited for.
 Scale = float | torch.Tensor
-"""What all gradients are multiplied by in fp32, before they are rounded. A scalar tensor is one on
-a GPU, whose value would have to be waited for."""
 
 
 def scaled_product_(

@@ -240,6 +240,8 @@ class _Each(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, *grads: torch.Tensor) -> tuple[torch.Tensor | None, ...]:
         work, (own_S, whole_S, *sides) = ctx.work, ctx.saved_tensors
+        # Logit gradients are rounded to 16 bits: divided by the largest first, or those of a mean,
+        # such as 1/N, would all be rounded in one direction (`scaled_product_`).
         rounds = sides[0].dtype != precise(sides[0])
         scale = largest(grads[0]) if rounds else 1.0
         gradients = SideGradients(ctx.needs_input_grad[1:], sides, work.num_chunks, scale)

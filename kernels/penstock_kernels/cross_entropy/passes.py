@@ -196,6 +196,7 @@ def slope_by_(
         return
     at_CK, hit_CK = labels.clamp(min=0), slopes.hit.masked_fill(labels < 0, 0)
     if terms.soft_cap is not None:
+        # Before the pass below, which writes gradients over the logits.
         own_CK = reference.capped(logits_CV.gather(1, at_CK), terms)
         hit_CK = hit_CK * (1 - (own_CK / terms.soft_cap).square())
     # No floor: several labels have no smoothing.

@@ -28,21 +28,21 @@ class Tile(NamedTuple):
     warps: int
 
 
+# What the rule says of slopes, and what is measured beside it. A tally has the rule alone: its sums
+# are of as many parts as a block has lanes.
 TILES = (Tile(BLOCK, WARPS), Tile(2048, 4), Tile(8192, 8), Tile(8192, 16))
-"""What the rule says of slopes, and what is measured beside it. A tally has the rule alone: its
-sums are of as many parts as a block has lanes."""
 
+# Bytes of a copy of logits for autotuning `slope_`, which writes in place.
 TRIED = 64 << 20
-"""Bytes of a copy of logits for autotuning `slope_`, which writes in place."""
 
+# Below every logit, and finite: the difference of two infinities is NaN.
 LEAST = tl.constexpr(-3e38)
-"""Below every logit, and finite: the difference of two infinities is NaN."""
 
+# GPUs have an instruction for powers of 2.
 LOG2_E = tl.constexpr(1.4426950408889634)
-"""GPUs have an instruction for powers of 2."""
 
+# Logits that a thread loads at once: 16 bytes of bf16.
 EACH = tl.constexpr(8)
-"""Logits that a thread loads at once: 16 bytes of bf16."""
 
 
 @triton.jit

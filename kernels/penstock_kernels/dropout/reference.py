@@ -31,6 +31,7 @@ def keep_threshold(rate: float) -> int:
     """The smallest word that is kept. Raises ValueError for a rate that is not in [0, 1)."""
     if not 0 <= rate < 1:
         raise ValueError(f"the rate is {rate}; it must be at least 0 and less than 1")
+    # A rate close to 1 rounds to 2^32, which no word of 32 bits is.
     return min(round(rate * 2**32), WORD)
 
 
@@ -45,6 +46,7 @@ def drop(
     if x_TF.shape[:-1] != places_T.shape:
         raise ValueError(f"{tuple(places_T.shape)} places for x of {tuple(x_TF.shape)}")
     stays = keep_mask(places_T, x_TF.shape[1], rate, key, first_feature)
+    # Not times the mask: infinity and NaN times 0 are NaN.
     return torch.where(stays, x_TF.float() * (1 / (1 - rate)), 0).to(x_TF.dtype)
 
 

@@ -35,5 +35,6 @@ def turn(x: torch.Tensor, block: int, factor: float) -> torch.Tensor:
 
 def factors(block: int) -> tuple[float, float]:
     """Two powers of two, as equal as possible, with which two transforms are the identity."""
+    # Not 1 / sqrt(B) twice: for an odd power of two it is no power of two, and scaling would round.
     bits = block.bit_length() - 1
     return 2.0 ** -(bits // 2), 2.0 ** -(bits - bits // 2)

@@ -71,6 +71,7 @@ class _Linear(torch.autograd.Function):
         ctx.keeps_codes = x.sharing == "tensor" and scheme.weight_gradient == "quantized"
         saved = (x.codes, x.scales) if ctx.keeps_codes else (x_TK, None)
         learns = ctx.needs_input_grad[1]
+        # Of the weight the scales, not the codes: those are made again, and no copy of it is kept.
         ctx.save_for_backward(weight_NK, weight.scales, *(saved if learns else (None, None)))
         return y_TN
 

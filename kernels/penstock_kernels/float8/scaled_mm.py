@@ -14,9 +14,9 @@ from penstock_kernels.float8.float8_matrix import BLOCK, Float8Matrix, Sums
 MULTIPLE = 16
 """CUDA takes only so many columns at a time."""
 
+# cuBLAS pads scales of 128x128 blocks to a multiple of 4 along columns; other sizes are not
+# supported here.
 BLOCKS_ALIGNED = 4
-"""cuBLAS pads scales of 128x128 blocks to a multiple of 4 along columns; other sizes are not
-supported here."""
 
 
 def multiply(

@@ -23,8 +23,8 @@ from penstock_kernels.quant.triton_numbers import from_e4m3, to_bf16_grid
 
 TILE = 128
 WARPS, STAGES = 8, 4
+# Rows of tiles whose columns are computed one after another, while they are in the cache.
 BAND = 8
-"""Rows of tiles whose columns are computed one after another, while they are in the cache."""
 
 
 @triton.jit

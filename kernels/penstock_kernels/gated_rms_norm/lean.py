@@ -33,6 +33,7 @@ class _GatedRMSNorm(torch.autograd.Function):
         x_TD, gate_TD, weight_D = ctx.saved_tensors
         eps, activation, norm_first, groups = ctx.how
         x, gate, slope = x_TD.float(), gate_TD.float(), dy_TD.float()
+        # Rounded as the forward pass rounds it, or the gradient would be that of another weight.
         weight = weight_D.to(x_TD.dtype).float()
         # Computed again from the inputs, as by the reference: activations are not saved.
         share = gate.sigmoid()

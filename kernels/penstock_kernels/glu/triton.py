@@ -22,8 +22,8 @@ BLOCK = 1024
 SQRT_HALF = tl.constexpr(0.7071067811865476)
 DENSITY_AT_0 = tl.constexpr(0.3989422804014327)
 """Of the normal distribution: 1 / sqrt(2 pi)."""
+# Twice sqrt(2 / pi), of the approximation; its tanh is a sigmoid of twice the argument.
 TWICE_SLOPE_AT_0 = tl.constexpr(1.5957691216057308)
-"""Twice sqrt(2 / pi), of the approximation; its tanh is a sigmoid of twice the argument."""
 CUBIC = tl.constexpr(0.044715)
 
 

@@ -12,9 +12,9 @@ from penstock_kernels.group_gemm.shapes import (
 )
 from penstock_kernels.group_gemm.zeroing import zero_empty, zero_tail_rows
 
+# CUDA capabilities for which PyTorch has a kernel. On others, and for other numbers than bfloat16,
+# it fetches the offsets to the host and multiplies one group after another.
 GENERATIONS = (9, 10)
-"""CUDA capabilities for which PyTorch has a kernel. On others, and for other numbers than
-bfloat16, it fetches the offsets to the host and multiplies one group after another."""
 
 
 def unsupported_reason(

@@ -10,8 +10,8 @@ import torch
 from penstock_kernels.op import INTERPRETED
 from penstock_kernels.tuning import shared_memory_per_block
 
+# Tiles of rows walked together, column by column, so that both operands stay in the L2 cache.
 BAND = 8
-"""Tiles of rows walked together, column by column, so that both operands stay in the L2 cache."""
 
 
 class Tiles(NamedTuple):
@@ -40,8 +40,8 @@ _WIDE = Tiles(rows=128, columns=256, depth=64, warps=8, stages=4)
 _SQUARE = Tiles(rows=128, columns=128, depth=64, warps=4, stages=4)
 _LEAN = Tiles(rows=128, columns=128, depth=32, warps=4, stages=3)
 
+# Columns of tiles for groups with so few rows, on average, that larger tiles would be padding.
 _SHORT = {16: 128, 32: 128, 64: 128}
-"""Columns of tiles for groups with so few rows, on average, that larger tiles would be padding."""
 
 
 def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:

@@ -164,6 +164,7 @@ def _updates(chunk: Chunk, deltas_HCV: torch.Tensor | None) -> torch.Tensor:
 def _solution(products_HCC: torch.Tensor, beta_HC1: torch.Tensor) -> torch.Tensor:
     # X of (I + A beta) X = A: then D = r - X (beta r) solves (I + A beta) D = r, and the transposed
     # X solves the transposed system of the gradients.
+    # A beta as it is: the solver takes its diagonal as ones, and reads nothing above it.
     return torch.linalg.solve_triangular(
         products_HCC * beta_HC1.mT, products_HCC.tril(-1), upper=False, unitriangular=True
     )

@@ -17,12 +17,12 @@ from penstock_kernels.linear_attention.autograd import differentiable
 from penstock_kernels.linear_attention.chunk import Chunk, backward, forward, next_state
 from penstock_kernels.linear_attention.decays import chunk_decays
 
+# Tokens of a chunk. With half as many as on a GPU, products within chunks cost half as much.
 CHUNK = 32
-"""Tokens of a chunk. With half as many as on a GPU, products within chunks cost half as much."""
 
+# Chunks whose inputs and states the backward pass has in memory at a time: those of a longer
+# document are passed once more.
 KEPT = 64
-"""Chunks whose inputs and states the backward pass has in memory at a time: those of a longer
-document are passed once more."""
 
 
 class _Packed:

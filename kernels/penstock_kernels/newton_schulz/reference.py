@@ -16,8 +16,8 @@ STEPS = 5
 EPS = 1e-7
 """Minimum norm in the division."""
 
+# Elements at a time, except for a single matrix: about four bfloat16 copies of each are stored.
 TOGETHER = 1 << 28
-"""Elements at a time, except for a single matrix: about four bfloat16 copies of each are stored."""
 
 
 def newton_schulz(matrix_NK: torch.Tensor, steps: int = STEPS) -> torch.Tensor:
@@ -71,6 +71,7 @@ def require_matrices(matrix_NK: torch.Tensor, steps: int) -> None:
 def scaled(matrix_NK: torch.Tensor) -> torch.Tensor:
     """Each matrix divided by its norm, in bfloat16, transposed if it is tall."""
     x = matrix_NK.bfloat16()
+    # Of a wide matrix X X' is the smaller Gram matrix; transposing keeps the singular values.
     x = x.mT if is_tall(x) else x
     # The Frobenius norm is at least the largest singular value, so all are at most 1.
     norm = torch.linalg.vector_norm(x, dim=(-2, -1), keepdim=True)

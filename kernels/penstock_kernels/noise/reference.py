@@ -11,8 +11,8 @@ import torch
 from penstock_kernels.quant import QuantizedTensor, step_size
 from penstock_kernels.rng_rows import RowKeys, blocks, require_rows, side_by_side, words
 
+# The last word of counters: one key draws other words here than in `dropout`, where it is 0.
 PURPOSE = 1
-"""The last word of counters: one key draws other words here than in `dropout`, where it is 0."""
 
 
 def add_noise_(

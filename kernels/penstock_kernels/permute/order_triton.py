@@ -28,6 +28,7 @@ def _ends(keys_ptr, R, expert):
     """How many of the sorted keys are at most `expert`: a binary search of each lane."""
     low = tl.zeros_like(expert).to(tl.int64)
     high = low + R
+    # R halved until it is 0: as many steps as a binary search of R keys takes at most.
     step = R
     # A loop of one length for all lanes: a lane whose interval is empty keeps its bounds.
     while step > 0:

@@ -4,8 +4,8 @@ from dataclasses import dataclass
 
 import torch
 
+# Narrow, because a radix sort's cost depends on the width.
 SMALL = torch.int16
-"""Narrow, because a radix sort's cost depends on the width."""
 
 NO_EXPERT = -1
 """Index for a copy without a row, or a row without a copy."""
@@ -38,6 +38,8 @@ def sort_by_expert(choice_TK: torch.Tensor, num_experts: int) -> Order:
     is_somebody_TK = (choice_TK >= 0) & (choice_TK < num_experts)
     dtype = key_dtype(num_experts)
     chosen_TK = torch.where(is_somebody_TK, choice_TK, num_experts).to(dtype)
+    # By default torch's sort may exchange equal keys, and weight gradients sum an expert's rows in
+    # this order.
     sorted_R, copy_of_row = chosen_TK.flatten().sort(stable=True)
     row_of_copy = torch.empty_like(copy_of_row)
     row_of_copy[copy_of_row] = torch.arange(len(copy_of_row), device=copy_of_row.device)
@@ -72,5 +74,7 @@ def unpermute(y_RD: torch.Tensor, weights_TK: torch.Tensor | None, order: Order)
 
 def _taken(rows: torch.Tensor, numbers: torch.Tensor) -> torch.Tensor:
     """The rows of those indices, zeros for NO_EXPERT."""
+    # index_select takes no -1. Filled, not multiplied by 0: NaN in the row read instead would stay
+    # NaN.
     selected = rows.index_select(0, numbers.clamp(min=0))
     return selected.masked_fill((numbers < 0).unsqueeze(-1), 0)

@@ -34,8 +34,8 @@ NF4 = (
     1.0,
 )
 
+# Midpoints of neighboring levels, exact here and rounded to float32 where they are compared.
 NF4_MIDPOINTS = tuple((low + high) / 2 for low, high in pairwise(NF4))
-"""Midpoints of neighboring levels, exact here and rounded to float32 where they are compared."""
 
 # OCP Microscaling Formats 1.0, section 5.3.3; bit 3 is the sign.
 _MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)

@@ -5,14 +5,14 @@ import torch.nn.functional as F
 
 from penstock_kernels.quant.formats import Format
 
+# Minimum maximum for scales: zeros are divided by this.
 SMALLEST = 1e-12
-"""Minimum maximum for scales: zeros are divided by this."""
 
 E4M3_MOST = 448.0
 E2M1_MOST = 6.0
 INT8_MOST = 127.0
+# Symmetric: -8 is never used.
 INT4_MOST = 7.0
-"""Symmetric: -8 is never used."""
 
 
 def divide_float32(numbers: torch.Tensor, by: float) -> torch.Tensor:

@@ -18,8 +18,8 @@ from penstock_kernels.quant.triton_dequantize import pointers, read
 from penstock_kernels.quant.triton_numbers import to_bf16_grid
 from penstock_kernels.tuning import select_config
 
+# One tile of x: with more rows, codes would be read and decoded more than once.
 MOST_ROWS = 64
-"""One tile of x: with more rows, codes would be read and decoded more than once."""
 
 MOST_GROUP = 128
 COLUMNS = 128

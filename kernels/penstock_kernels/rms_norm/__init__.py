@@ -11,8 +11,8 @@ from penstock_kernels.rms_norm.reference import rms_norm as _reference
 
 __all__ = ["add_rms_norm", "rms_norm"]
 
+# On Triton a row is in one program's registers; wider ones would spill kilobytes of them.
 WIDEST = 16384
-"""On Triton a row is in one program's registers; wider ones would spill kilobytes of them."""
 
 
 def _mismatch(

@@ -30,6 +30,7 @@ class _RMSNorm(torch.autograd.Function):
         x_TD, weight_D, scale_T1 = ctx.saved_tensors
         for_x, for_weight, *_ = ctx.needs_input_grad
         dx_TD = dweight_D = None
+        # fp32: the sums below are over all tokens and over all features.
         slope_TD = dy_TD.float()
         # A copy in fp32 too: x is the caller's, and other graphs may have saved it.
         normed_TD = x_TD.to(torch.float32, copy=True).mul_(scale_T1)

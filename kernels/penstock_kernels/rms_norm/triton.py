@@ -20,9 +20,9 @@ MOST_PARTIALS = 512
 Partial sums whose number is a device's, added in one order, keep the gradient the same from run to
 run. This many where it is no GPU."""
 
+# Warps that a multiprocessor holds at once, by their registers. As many programs start as all of
+# them hold: none waits for the end of another, and they end together.
 RESIDENT = 16
-"""Warps that a multiprocessor holds at once, by their registers. As many programs start as all of
-them hold: none waits for the end of another, and they end together."""
 
 PARTIALS = {"PARTS": 32, "COLUMNS": 32}
 """Partial sums and columns that a program adds at a time."""
@@ -83,6 +83,7 @@ def _forward(
         tl.store(sum_ptr + row_offs, total, mask=inside)
         x = total.to(tl.float32)
     mean = tl.sum(x * x, axis=1) / D + eps
+    # Rows past the last are zeros: with an eps of 0 they would be divided by.
     scale = 1 / tl.sqrt(tl.where(row < num_rows, mean, 1.0))
     tl.store(scale_ptr + row, scale, mask=row < num_rows)
     normed = x * scale[:, None]

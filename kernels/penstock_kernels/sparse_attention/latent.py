@@ -43,18 +43,18 @@ class Tile(NamedTuple):
         }
 
 
+# Of the gradients of keys that are in memory at a time where they are added in order. Enough for
+# programs on all multiprocessors.
 PARTS_BYTES = 1 << 30
-"""Of the gradients of keys that are in memory at a time where they are added in order. Enough for
-programs on all multiprocessors."""
 ADDED = {"KEYS": 16, "PARTS": 4}
 """Keys of a program that adds in order, and what it adds at once."""
 
 NumBytes = Callable[[Tile, int, int, int], int]
 """Shared memory of a tile, for the sizes R and P, and the bytes of a number."""
 
+# By preference; the accumulated tiles stay in registers, which larger ones would spill.
 FORWARD = (Tile(64, 32, 8, 2), Tile(32, 16, 8, 2), Tile(16, 16, 8, 1))
 BACKWARD = (Tile(32, 16, 8, 1), Tile(16, 16, 8, 1))
-"""By preference; the accumulated tiles stay in registers, which larger ones would spill."""
 
 
 def forward_bytes(tile: Tile, rank: int, rope: int, itemsize: int) -> int:

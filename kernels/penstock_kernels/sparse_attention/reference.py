@@ -58,6 +58,7 @@ def top_k_of_chunk(scores_CM: torch.Tensor, start: int, top_k: int) -> torch.Ten
     hidden_CM = scores_CM.new_ones((queries, keys), dtype=torch.bool).triu_(start + 1)
     scores_CM = scores_CM.masked_fill(hidden_CM, float("-inf"))
     key_CK = highest(scores_CM, min(top_k, keys))
+    # A query that sees fewer keys than top-k returns gets hidden ones too; their scores tell.
     key_CK = key_CK.masked_fill(scores_CM.gather(1, key_CK) == float("-inf"), NO_KEY)
     missing = top_k - key_CK.shape[1]
     return torch.nn.functional.pad(key_CK, (0, missing), value=NO_KEY) if missing else key_CK

@@ -9,8 +9,8 @@ import torch
 
 from penstock_kernels.rng_rows import RowKeys, blocks, require_rows, side_by_side, words
 
+# The last word of counters: one key draws other words than in `dropout` (0) and `noise` (1).
 PURPOSE = 2
-"""The last word of counters: one key draws other words than in `dropout` (0) and `noise` (1)."""
 
 LOW = 0xFFFF
 """The bits of a float32 that bfloat16 drops."""

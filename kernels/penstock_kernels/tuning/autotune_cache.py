@@ -71,6 +71,7 @@ class AutotuneCache:
             "kernels": {**kernels, key.kernel: kernel},
         }
         # Renamed over the file, so that a reader sees the old content or the new, never a part.
+        # A name of its own: a process without the lock (`lock`) may write at the same time.
         partial = self.path.with_suffix(f".{os.getpid()}.part")
         try:
             partial.write_text(json.dumps(content, indent=1, sort_keys=True) + "\n")

@@ -40,6 +40,7 @@ def microseconds(works: Sequence[Callable[[], Any]]) -> list[float]:
 
 
 def _timed(work: Callable[[], Any], count: int) -> float:
+    # Events, because a launch returns before its kernel runs: a host clock would time the queue.
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     start.record()
     for _ in range(count):

@@ -11,9 +11,9 @@ Candidate = TypeVar("Candidate", bound=tuple[int, ...])
 Measure = Callable[[Sequence[Callable[[], Any]]], list[float]]
 """Candidates to their microseconds; infinity for those that the device cannot run."""
 
+# A candidate is preferred to the first one only if it takes less than this fraction of its time:
+# measurements vary by a few per cent.
 MIN_IMPROVEMENT = 0.97
-"""A candidate is preferred to the first one only if it takes less than this fraction of its time:
-measurements vary by a few per cent."""
 
 
 def size_class(sizes: Sequence[int]) -> str:

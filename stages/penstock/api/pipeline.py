@@ -54,6 +54,7 @@ def run_stages(
     if last and not upstream:
         require_upstream(planned, last)
     require_writable(planned)
+    # CPython runs signal handlers in the main thread alone; SIGALRM keeps pipeline.timeouts.
     require_main_thread(planned.run)
     with pin_artifacts(planned.used):
         for step in planned.steps:

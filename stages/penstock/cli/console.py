@@ -113,9 +113,8 @@ def _outcome_as_json(outcome: "StageResult") -> dict[str, Any]:
 
 @contextmanager
 def _signals_as_exit() -> Generator[None]:
-    """Turn SIGTERM and SIGHUP into SystemExit, so that child processes end and locks are
-    released."""
-
+    # SIGINT is KeyboardInterrupt already; the default action of these two ends Python without
+    # `finally`, so that child processes would go on and temporary files stay.
     def unwind(signum: int, _frame: object) -> None:
         raise SystemExit(128 + signum)
 

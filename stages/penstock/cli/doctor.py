@@ -206,7 +206,7 @@ def check_gpu_stack(
 
 
 def _run_python(*arguments: str, **variables: str) -> subprocess.CompletedProcess[str]:
-    """Run Python in a process of its own, so that a crash is one failed check."""
+    # A process of its own: a crash in native code, or an import that fails, is one failed check.
     return subprocess.run(
         [sys.executable, *arguments],
         capture_output=True,

@@ -46,6 +46,7 @@ def flow(
     script = flows_folder() / ("recurring.py" if recurring else "finetune.py")
     command = [sys.executable, str(script), *request.arguments()]
     if not console.as_json:
+        # The flow takes this process's place: signals reach it, and its exit code is ours.
         # `execv` drops what Python still buffers.
         sys.stdout.flush()
         os.execv(sys.executable, command)
@@ -131,6 +132,7 @@ def _prefect(*arguments: str, check: bool = True) -> subprocess.CompletedProcess
         [sys.executable, "-m", "prefect", *arguments],
         capture_output=True,
         text=True,
+        # Its output is captured: nobody would see a question that it waits for.
         stdin=subprocess.DEVNULL,
         check=False,
     )

@@ -40,6 +40,7 @@ app = typer.Typer(
     "--train.lr 2e-5.",
     no_args_is_help=True,
     pretty_exceptions_enable=False,
+    # Else typer (0.29.2) imports rich to format help.
     rich_markup_mode=None,
 )
 
@@ -86,11 +87,13 @@ def main(argv: Sequence[str] | None = None) -> None:
         # In its standalone mode click prints errors itself and exits with codes of its own.
         sys.exit(click_command(args=arguments_left, prog_name="penstock", standalone_mode=False))
     except (ConfigError, typer.TyperException) as error:
+        # Through `run`: with --json, stdout ends with a JSON object after a usage error, too.
         sys.exit(run(Console("--json" in arguments), partial(raise_usage_error, error)))
 
 
 def _require_users(arguments: Sequence[str]) -> None:
-    """Refuse `~name` of no user, which the shell has left as it is."""
+    # The shell leaves `~name` as it is where there is no such user, and so does expanduser: it
+    # would name a folder here.
     for argument in arguments:
         if argument.startswith("~") and os.path.expanduser(argument) == argument:  # noqa: PTH111 - raises
             raise ConfigError(

@@ -58,6 +58,7 @@ def add_command(
             options[name] = group(
                 **{field.name: options.pop(field.name) for field in fields(group)}
             )
+        # Raised, as in click's standalone mode a command's return value is no exit code.
         raise typer.Exit(run(console, lambda: function(console, **options)))
 
     _, *own = inspect.signature(function).parameters.values()

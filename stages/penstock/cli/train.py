@@ -49,6 +49,7 @@ def main(argv: list[str]) -> int:
                 stage.follow(step.path)
         if rank == 0:
             console.result(outcome_table(console.outcomes))
+        # A rank that found all results cached has not imported torch, which takes seconds.
         if "torch" in sys.modules:
             from penstock.engine.distributed.ranks import destroy_process_group
 

@@ -39,6 +39,7 @@ log = logging.getLogger("penstock.encode")
 FORMAT = 1
 """Increase it if the same images must have other features."""
 
+# A file is there whole or not at all, so an attempt that is killed loses at most so many.
 IMAGES_PER_FILE = 64
 
 

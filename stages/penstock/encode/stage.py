@@ -52,6 +52,7 @@ class Encode(Stage):
 
         An attempt continues where an earlier one stopped: a file of features is written at once.
         """
+        # Here, as the features import torch, without which a finished stage is planned.
         from penstock.core.cache.digest_cache import keep_cached_across_links
         from penstock.core.files import link
         from penstock.encode.features import Features
@@ -62,6 +63,7 @@ class Encode(Stage):
             return {"images": 0, "encoded": 0}
         features = Features.load(self, images)
         count, noted = len(features.images.digests()), out / MISSING
+        # Of the first attempt: a later one finds the features that it wrote, and would count none.
         if not noted.is_file():
             write_record(noted, {"missing": len(features.missing())})
         missing = read_record(noted, f"Delete {noted} and run again.")["missing"]

@@ -147,6 +147,7 @@ def require_quack() -> None:
 def check_schedule(train: TrainConfig) -> None:
     """Refuse schedules that this PyTorch cannot run: before 2.12 its split backward
     pass requires every input of a stage to be a tensor."""
+    # From its metadata: a run whose stages are cached is planned without importing torch.
     schedule, installed = train.pipeline_parallel_schedule, version("torch")
     if (
         train.pipeline_parallel_size > 1
@@ -544,6 +545,7 @@ def _suggest_launches(run: RunConfig, gpus: int) -> list[LayoutSuggestion]:
     most = gpus or min(1024, max(now, math.prod(max(1, size) for size in sizes)))
     written = "nproc_per_node" in run.launch.model_fields_set
     return [
+        # By logarithm: half as many processes are as far away as twice as many.
         LayoutSuggestion("launch.nproc_per_node", size, abs(math.log2(size / now)), written)
         for size in range(1, most + 1)
         if size != now

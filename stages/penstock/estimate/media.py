@@ -140,5 +140,6 @@ def _has_media_processor(stage: Prepare, kind: str, bounds: "MediaBounds") -> bo
         return load_processor(kind, path, revision, tokenizer, bounds) is not None
 
     own = [bounds.of(kind)] if bounds.of(kind) else []
+    # Which processors there are for the same files depends on the version of transformers.
     cache_key = [f"{kind} processor", version("transformers"), stage.tokenizer.key, *own]
     return cached_value(digest_json(cache_key), find)

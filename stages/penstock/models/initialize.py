@@ -19,6 +19,7 @@ def generator_for(name: str, seed: int) -> torch.Generator:
     """A CPU generator for the tensor with this name."""
     # Not hash(), which for text differs from process to process.
     digest = hashlib.sha256(f"{seed}:{name}".encode()).digest()
+    # On the CPU: a GPU's generator draws other numbers from the same seed.
     return torch.Generator(device="cpu").manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
@@ -60,4 +61,5 @@ def _draw(values: InitialValues, shape: Sequence[int], generator: torch.Generato
         return drawn.uniform_(low, high, generator=generator).log_()
     steps = drawn.uniform_(math.log(low), math.log(high), generator=generator).exp_()
     steps = steps.clamp_min_(values.floor)
+    # expm1, because 1 - exp(-step) would lose the digits of a small step.
     return steps + torch.log(-torch.expm1(-steps))  # the inverse of softplus

@@ -289,6 +289,7 @@ class _Tick:
             return None  # stale: one of its inputs was built again since
         key, content = stage_key(export.stage), content_digest(manifest) if manifest else None
         numbers = {*self.store.withdrawn, *([self.latest] if self.latest else [])}
+        # A release that is withdrawn may have been pruned since.
         for number in sorted(numbers & set(self.store.numbers()), reverse=True):
             if is_release_from(self.store.manifest(number), key, content):
                 return number

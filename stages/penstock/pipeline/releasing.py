@@ -89,6 +89,7 @@ def release(store: ReleaseStore, candidate: Candidate, notify: Notify) -> int | 
     if manifest is None:
         raise ArtifactError(f"{exported.where} is gone.\n  Run it again to export it again.")
     with store.writing(notify):
+        # Asked again under the lock, which nobody holds while a model trains and is compared.
         before = store.latest()
         if before != candidate.compared_with:
             return None

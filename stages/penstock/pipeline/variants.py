@@ -49,6 +49,7 @@ def as_eval_only(run: RunConfig) -> RunConfig:
         eval_only=True,
         enable_profiling=False,
         sample_prompts=[],
+        # It would be loaded in place of the exported weights.
         load_checkpoint_path=None,
         early_stopping=EarlyStoppingConfig(),
         save_best=SaveBestConfig(),

@@ -28,6 +28,7 @@ DROP_REASONS = ("empty", "no_trained_tokens", "same_answers", "too_long")
 MAX_EXAMPLES = 30
 EXAMPLES_PER_CAUSE = 3
 """Maximum examples per cause."""
+# A cause may quote its record, so every record of a damaged file could be one of its own.
 MAX_CAUSES = 50
 """Maximum distinct causes; further ones are counted together."""
 MAX_CAUSES_SHOWN = 10
@@ -65,6 +66,7 @@ def get_number(record: Mapping[str, Any], name: str) -> float:
 
 def check_number(location: str, value: Any) -> float:
     """`value`, which must be a finite number."""
+    # A bool is an int in Python: `true` would pass for a weight or a score of 1.
     if isinstance(value, bool) or not isinstance(value, int | float):
         raise wrong_type(location, value, "a number")
     try:

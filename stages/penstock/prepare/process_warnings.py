@@ -37,6 +37,7 @@ def collect_warnings() -> Generator[list[str]]:
     """Yield a list that collects messages logged at WARNING or above during the block, and those of
     the module `warnings`, without duplicates."""
     collector, root = _Collector(), logging.getLogger()
+    # Python writes warnings to the stderr of a worker, past all handlers of loggers.
     logging.captureWarnings(capture=True)
     # Of the root logger: transformers and tokenizers warn by loggers of their own.
     root.addHandler(collector)

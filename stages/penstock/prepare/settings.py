@@ -164,6 +164,7 @@ class DatasetSettings(Settings):
             values["field_messages"] = None
         if values.get("train_on_eos") == "none":
             values |= {"train_on_eos": "turn", "mask_eos_in_loss": True}
+        # Slices read None as shard 0, so an index of 0 must not be another key.
         values["shards_idx"] = values.get("shards_idx") or None
         named = {
             role: names for role, names in (values.get("message_roles") or {}).items() if names

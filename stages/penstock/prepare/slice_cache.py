@@ -68,6 +68,7 @@ class SliceCache:
 
         def send() -> None:
             if self.shared:
+                # Not its media, which their own cache sends (`MediaCache.get_or_process`).
                 self.shared.send(_file_names(item.content))
 
         target = self.slice_path(item)

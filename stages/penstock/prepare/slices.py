@@ -126,6 +126,7 @@ def select_shard(slices: Sequence[Slice], index: int, count: int) -> list[Slice]
     Slices are assigned by size in boustrophedon order, so that shares have about equal size.
     """
     once = {item.content: item for item in slices}
+    # Each machine sorts for itself: ties by content, or shares could overlap or leave a slice out.
     by_size = sorted(once.values(), key=lambda item: (-item.num_bytes, item.content))
     share_order = [*range(count), *reversed(range(count))]
     return [
@@ -158,6 +159,7 @@ def _build_slice(
             "label": label,
             "holds": held,
             "records": [first, step],
+            # Left out where they say nothing: an entry would give every slice of text another key.
             **({"images": images} if images else {}),
             **({"media": MEDIA_FORMAT} if takes_media else {}),
         }

@@ -121,6 +121,7 @@ def publish_splits(
     same = _find_same_files(out, {file.content for file, _ in partial}) if partial else {}
     linked_files += ((same[f.content], target) for f, target in partial if f.content in same)
     links = [*linked_files, *_media_links(finished, selection, out)]
+    # A link changes the ctime of its source, by which cached digests are recognized.
     with keep_cached_across_links(source for source, _ in links):
         for source, target in links:
             link(source, target)
@@ -201,6 +202,7 @@ def _find_same_files(out: Path, wanted_digests: set[str]) -> dict[str, Path]:
             if record is None:
                 continue
             sealed = {file["path"]: file["sha256"] for file in record["files"]}
+            # Before it is believed: an edited plan could name a file that has other samples.
             if digest_files([folder / PLAN]) != [sealed[PLAN]]:
                 continue
             splits = read_json(folder / PLAN)["splits"]
@@ -210,6 +212,7 @@ def _find_same_files(out: Path, wanted_digests: set[str]) -> dict[str, Path]:
                     files_by_digest[entry["content"]] = (path, sealed[entry["file"]])
         except (OSError, ArtifactError, KeyError, TypeError):
             continue
+    # A hard link shares the bytes: damage in another artifact would be sealed in this one too.
     digests = digest_files([path for path, _ in files_by_digest.values()])
     return {
         content: path

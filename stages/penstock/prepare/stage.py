@@ -98,12 +98,14 @@ class Prepare(Stage):
 
         slices, config = self._plan_slices(out)
         tokenize_missing(slices, config, self.num_proc)
+        # Looked up again, as some were tokenized by other processes, or by other runs meanwhile.
         finished = [entry for entry in config.cache.lookup(slices) if entry]
         if len(finished) < len(slices):
             raise StageError(
                 f"{len(slices) - len(finished)} of {len(slices)} slices were deleted from "
                 f"{config.cache.folder} during this run.\n  Run again to tokenize them again."
             )
+        # Workers check the images of slices that they tokenize; here are those of cached ones, too.
         for source, dataset in self._datasets():
             require_unchanged_source(source, dataset, self.settings.select_columns, self.hub_token)
         check_sources(finished, self.settings)

@@ -182,6 +182,7 @@ def unread_columns(
 @lru_cache(maxsize=1024)
 def reads_key(template: str, name: str) -> bool:
     """Whether a chat template reads this key of messages."""
+    # By its text: jinja2.meta finds the names of variables, and a key is an attribute of one.
     return re.search(rf"""[.'"]{re.escape(name)}\b""", template) is not None
 
 

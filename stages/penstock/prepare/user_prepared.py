@@ -41,6 +41,7 @@ _VOCABULARY_SUFFIXES = (".model", ".tiktoken")
 class SealedSettings(RootModel[dict[str, Any]]):
     """Settings as stored in a manifest, with any fields."""
 
+    # pydantic would build its validator on import; few runs use data that the user prepared.
     model_config = ConfigDict(defer_build=True)
 
 

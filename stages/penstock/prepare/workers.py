@@ -73,6 +73,7 @@ def tokenize_missing(slices: Sequence[Slice], config: WorkerConfig, num_proc: in
     Waits last for slices that another run is tokenizing. Raises the first error in slice order.
     """
     config.cache.exchange(slices)
+    # A source may be listed twice: the second worker of a slice would find it busy.
     once = list({item.content: item for item in slices}.values())
     cached = config.cache.lookup(once)
     missing = [item for item, entry in zip(once, cached, strict=True) if not entry]
@@ -150,6 +151,7 @@ def _tokenize_in_processes(
 ) -> list[SliceStatus]:
     # Not fork: threads and locks of the tokenizers library do not survive it.
     context = get_context("spawn")
+    # Rayon, with which tokenizers encodes a batch, starts a thread per CPU in each process.
     threads = max(1, env.num_processors() // workers)
     begin = (os.getpid(), threads, _credential_purposes(slices, config))
     pool = ProcessPoolExecutor(workers, context, _init_worker, begin)
@@ -157,12 +159,14 @@ def _tokenize_in_processes(
         # Largest first, so that processes finish together.
         by_size = sorted(slices, key=lambda item: -item.num_bytes)
         # The pool starts its processes as work is submitted.
+        # spawn would import the parent's main module in each, and so run a script again.
         with without_main_module():
             futures = {
                 item.content: pool.submit(_tokenize_in_worker, item, config) for item in by_size
             }
         wait(futures.values(), return_when=FIRST_EXCEPTION)
     finally:
+        # Without cancel_futures it would first tokenize all that is still queued behind an error.
         pool.shutdown(cancel_futures=True)
     ended = [done for done in futures.values() if done.done() and not done.cancelled()]
     log_process_warnings(done.result()[1] for done in ended if not done.exception())
@@ -197,6 +201,7 @@ def _credential_purposes(slices: Sequence[Slice], config: WorkerConfig) -> set[P
 
 
 def _init_worker(parent: int, threads: int, purposes: Collection[Purpose]) -> None:
+    # Workers hold both ends of the pool's queue: after a SIGKILL of the parent they see no end.
     end_with_parent(parent)
     env.forget_secrets(purposes)
     env.default({"RAYON_NUM_THREADS": str(threads)})  # read when a tokenizer first works
@@ -225,6 +230,7 @@ def _load_processor_once(
     key: str,
     bounds: MediaBounds,
 ) -> ModelProcessor | None:
+    # Of the cache's key alone: files of a folder may change under the same path.
     del key
     return load_processor(kind, path, revision, tokenizer, bounds)
 

@@ -111,6 +111,7 @@ class Checkpointer:
                 rng.set_rng_state(rng_state)
             if (scaling := self._built.engine.part(GradScaler)) and "loss_scale" in state:
                 scaling.restore(state["loss_scale"])
+        # A checkpoint of another folder is none of this run: its step has still to be saved here.
         self._step = state["step"] if folder.parent == self.root else None
         return state
 
@@ -168,6 +169,7 @@ class Checkpointer:
         self._checkpoints.close()
 
     def _verify(self, folder: Path) -> None:
+        # `newest` has just read every byte of this one for its digests.
         if folder != self._verified:
             require_whole(folder, self._ranks)
         if "digests" not in read_state(folder):

@@ -66,6 +66,7 @@ def prepare(reading: LoaderConfig) -> None:
     """Start the fork server early, while other processes are busy."""
     if reading.num_workers:
         context = multiprocessing.get_context("forkserver")
+        # The fork server imports torch once, and workers are forked with it loaded.
         context.set_forkserver_preload([__name__])
         forkserver.ensure_running()
 
@@ -94,6 +95,8 @@ class Loader:
                     batch_size=None,
                     num_workers=reading.num_workers,
                     prefetch_factor=reading.steps_ahead,
+                    # By a thread of DataLoader (torch 2.13), which calls `pin_memory` of objects
+                    # that have such a method.
                     pin_memory=reading.pin_memory,
                     worker_init_fn=_begin,
                     # fork would copy a process with a CUDA context and NCCL's threads, which do not
@@ -116,6 +119,8 @@ class Loader:
         if self._ahead is None:
             return read(self._rows, next(self._steps), self._reading)
         try:
+            # For a worker that dies, torch's handler of SIGCHLD raises RuntimeError (torch 2.13); a
+            # pipe that it leaves behind gives OSError or EOFError.
             collated = next(self._ahead)
         except (RuntimeError, OSError, EOFError) as error:
             # An exception raised in a worker comes with its name and traceback; other RuntimeErrors
@@ -163,8 +168,8 @@ def _collate(rows: PackedRows, groups: Groups, reading: LoaderConfig) -> Collate
 
 
 def _begin(_worker: int) -> None:
-    """Worker init. The worker ends with the rank, not before: a stop signal reaches all processes,
-    and the rank still finishes and saves its step."""
+    # A stop signal to the whole process group must not end the worker: the rank still finishes its
+    # step and saves. The worker ends with the rank.
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     end_with_starter()

@@ -29,9 +29,9 @@ from penstock.train.launch.stop_request import StopRequest
 from penstock.train.report.format import layout_text
 from penstock.train.trainer import Trainer
 
+# Added to the launcher's timeout for collectives: the launcher can dump the stacks of ranks that
+# hang, but not after they have timed out.
 MARGIN_SECONDS = 10.0
-"""Collective timeouts exceed the launcher's timeout by this many seconds: it can dump the stacks of
-ranks that hang, but not after they have timed out."""
 
 log = logging.getLogger("penstock.train")
 
@@ -80,7 +80,9 @@ def main(path: Path, work: Work = train) -> None:
     job = Job.read(path)
     outlive_parent_by(job.config.launch.stop_timeout)
     rank, _, _ = env.rank_variables() or (0, 0, 1)
+    # Of an earlier attempt, where torchrun has restarted the ranks (launch.max_restarts).
     failure_file(job.output_dir / LOGS, rank).unlink(missing_ok=True)
+    # Before the heartbeat, which tells the watchdog this pid: unhandled, SIGUSR1 ends a process.
     register_stack_dump(job.output_dir / LOGS, rank)
     try:
         _be_rank(job, Heartbeat(heartbeat_folder(job), rank=rank), work)
@@ -107,6 +109,7 @@ def _be_rank(job: Job, pulse: Heartbeat, work: Work) -> None:
         (job.config.launch.timeout or DEFAULT_TIMEOUT_SECONDS) + MARGIN_SECONDS, pulse
     )
     faulthandler.enable()
+    # A dead launcher has closed this pipe: a print that fails must not cost the last save.
     with lossy_output("stdout", "stderr"):
         try:
             run_rank(job, ranks, stop, work)
@@ -161,6 +164,8 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
     Raises ConfigError on every rank if they have different configs.
     """
     own_run = (job.key, job.launch_id, platform.node())
+    # Compared before any work: ranks of two configs would wait for each other in different
+    # collectives until those time out.
     launches: list[tuple[str, str, str]] = ranks.all_gather(own_run)
     other_hosts = sorted({host for key, _, host in launches if key != launches[0][0]})
     if other_hosts:

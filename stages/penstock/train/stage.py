@@ -125,6 +125,7 @@ class Train(Stage):
         (out / STOP_FILE).unlink(missing_ok=True)
         write_data_facts(out, self.packed, self.prepared)
         _keep_shown_data(out, self)
+        # Failures and crashes of an earlier start would be taken for the cause of this one's.
         shutil.rmtree(out / LOGS, ignore_errors=True)
         (out / LOGS).mkdir(parents=True, exist_ok=True)
         saves_hf = self.run_config.train.save_hf_weights
@@ -132,6 +133,7 @@ class Train(Stage):
             # torch is imported while the ranks import it too, and not after they have ended.
             Thread(target=_import_export, name="import-export").start()
         ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
+        # Before `read_facts`, which raises for a run that failed or stopped: it has a report too.
         _report(out)
         facts = self.read_facts(job, ended, self._where(out))
         if saves_hf and "checkpoint" in facts:

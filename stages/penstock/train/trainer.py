@@ -125,6 +125,7 @@ class Trainer:
             ended_by = self._train_steps(due)
             self.saves.finish()
             if ended_by and self._recorder:
+                # Only once all saves are complete: trackers then close the run for good.
                 self._recorder.ending = "finished"
             return self._facts(ended_by) if ended_by else None
         finally:

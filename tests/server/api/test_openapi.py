@@ -48,6 +48,7 @@ def test_every_request_is_answered_as_the_document_says(schema, examples, least)
 def sent_as_documented(operation, mode, count):
     """How many requests were sent of it, at most `count`: all were answered as documented."""
     import schemathesis
+    import schemathesis.checks
     from schemathesis.specs.openapi import checks
 
     sent = 0

@@ -21,10 +21,10 @@ Tensors = tuple[torch.Tensor, ...]
 Keys = Literal["all", "past"]
 """The mask: none, or causal."""
 
+# The CUDA kernel pads the queries of its log-sum-exp to a multiple of this.
 CUDA_ROWS = 32
-"""The CUDA kernel pads the queries of its log-sum-exp to a multiple of this."""
+# The stride of a mask's rows must be a multiple of this.
 CUDA_COLUMNS = 16
-"""The stride of a mask's rows must be a multiple of this."""
 
 
 def unsupported_reason(

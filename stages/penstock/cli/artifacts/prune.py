@@ -64,6 +64,7 @@ def prune(
     freed = 0
     cached = {SLICES: 0, FEATURES: 0}
     for folder in {entry.folder.parent for entry in entries if not dry_run}:
+        # What a killed prune has renamed and not deleted is in no list of results.
         finish_deletions(folder)
     for entry in chosen:
         size = entry.num_bytes

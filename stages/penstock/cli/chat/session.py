@@ -221,6 +221,7 @@ def _catch_interrupt() -> Generator[Callable[[], None]]:
         if interrupted.is_set():
             raise StoppedError
 
+    # Python's own handler would raise KeyboardInterrupt at any line, also halfway through a token.
     before = signal.signal(signal.SIGINT, lambda *_: interrupted.set())
     try:
         yield check

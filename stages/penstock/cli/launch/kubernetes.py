@@ -16,11 +16,12 @@ from penstock.core.remote.urls import is_url, redact
 
 CONFIG_FOLDER = "/etc/penstock"
 CONFIG_FILE = "run.yaml"
+# After terminationGracePeriodSeconds the kubelet sends SIGKILL: the launcher waits for ranks,
+# and then needs time of its own.
 MARGIN_SECONDS = 30
-"""Added to the time that ranks have to save, before the kubelet kills them."""
 
+# A retry in another pod would hit these errors again, and use up backoffLimit.
 NON_RETRYABLE_EXIT_CODES = [ConfigError.exit_code, CapabilityError.exit_code]
-"""Exit codes of errors that a retry in another pod would hit again."""
 
 
 def kubernetes_job(run: RunConfig, target: LaunchTarget, *, ranks: int, gpus: int) -> str:
@@ -34,6 +35,7 @@ def kubernetes_job(run: RunConfig, target: LaunchTarget, *, ranks: int, gpus: in
     parts = [_resource("v1", "ConfigMap", name, data={CONFIG_FILE: _config(run, name, ranks)})]
     if run.launch.nnodes > 1:
         service = {
+            # Headless: names lead to the pods themselves, not to an address shared by all of them.
             "clusterIP": "None",
             # Pods have DNS names before they are ready: the others wait for the first one.
             "publishNotReadyAddresses": True,

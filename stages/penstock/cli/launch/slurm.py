@@ -71,6 +71,7 @@ def slurm_script(
     port = parse_endpoint(launch.rdzv_endpoint)[1] if launch.rdzv_endpoint else PORT
     # The rank of a node is known only there.
     node_command = (
+        # exec: bash, which Slurm's SIGTERM ends at once, must not stand between the two.
         f"exec {command} "
         '--launch.node_rank="$SLURM_NODEID" --launch.rdzv_endpoint="$PENSTOCK_ENDPOINT"'
     )

@@ -105,6 +105,7 @@ def error_message(
         if detail["type"] == UNREGISTERED:
             return _unregistered(location, detail)
     if kind == "value_error":
+        # pydantic's own `msg` begins with "Value error, ".
         return str(first["ctx"]["error"])
     if limits:
         return _limit(location, first)

@@ -77,6 +77,7 @@ def parse(text: str) -> Document:
     try:
         loader = _Loader(text)
         try:
+            # Nodes alone: no constructor of PyYAML runs, so no tag can make an object.
             root = loader.get_single_node()
         finally:
             # As `yaml.load` does: the parser refers to itself, and would stay until a collection.
@@ -92,6 +93,7 @@ def parse(text: str) -> Document:
             else "a byte"
         )
         raise YamlError(line, f"{problem} is not allowed in YAML") from None
+    # PyYAML's composer calls itself for each level, before the limit of `_Builder` is reached.
     except RecursionError:
         raise YamlError(1, "nested too deeply") from None
     document = Document()
@@ -163,14 +165,13 @@ class _Builder:
 
     def build(self, node: Node, path: Steps, key: Node | None = None) -> Any:
         """The value of `node` at `path`."""
-        self._count += 1
-        if self._count > MOST_VALUES:
-            raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
+        self._count_value(node)
         if len(path) > DEEPEST:
             raise YamlError(_mark(node)[0], f"nested too deeply, more than {DEEPEST} levels")
         self._document.positions[path] = Place(_mark(node), _mark(key) if key else None)
         if isinstance(node, ScalarNode):
             return self._scalar(node, path)
+        # PyYAML composes an alias to the node that it names, so a cycle is a node within itself.
         if id(node) in self._open:
             raise YamlError(_mark(node)[0], "an alias refers to a value that contains it")
         self._open.add(id(node))
@@ -184,6 +185,12 @@ class _Builder:
         finally:
             self._open.remove(id(node))
 
+    def _count_value(self, node: Node) -> None:
+        # Aliases of aliases double at each level.
+        self._count += 1
+        if self._count > MOST_VALUES:
+            raise YamlError(_mark(node)[0], f"it expands to more than {MOST_VALUES} values")
+
     def _mapping(self, node: MappingNode, path: Steps) -> dict[str, Any]:
         values: dict[str, Any] = {}
         lines: dict[str, int] = {}
@@ -196,6 +203,7 @@ class _Builder:
             if _is_merge(key):
                 continue
             name = str(key.value)
+            # PyYAML would keep the last of equal keys without a word.
             if name in values:
                 raise_at = (*path, name)
                 self._document.positions[raise_at] = Place(_mark(value), _mark(key))
@@ -218,6 +226,7 @@ class _Builder:
                 continue
             sources = value.value if isinstance(value, SequenceNode) else [value]
             for source in sources:
+                self._count_value(source)
                 if not isinstance(source, MappingNode):
                     self._fault(path, f"line {_mark(key)[0]} merges a value that is not a mapping")
                     continue

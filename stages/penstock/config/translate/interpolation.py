@@ -52,6 +52,7 @@ class _References:
         return resolved
 
     def _text(self, text: str, path: Steps) -> Any:
+        # From inside out, as OmegaConf nests them: `${a.${b}}`.
         while reference := INNERMOST.search(text):
             self._followed += 1
             if self._followed > MOST_REFERENCES or len(text) > LONGEST_TEXT:

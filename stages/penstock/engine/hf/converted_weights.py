@@ -41,6 +41,7 @@ class _Group:
         for source, pattern in self.sources:
             transform.add_tensor(self.name, source, pattern, tensors[source])
         converted = transform.convert(self.name, model=model, config=model.config)
+        # Some operations give a list of one tensor; transformers' own loader takes it out as well.
         return {
             name: value[0] if isinstance(value, list) else value
             for name, value in converted.items()

@@ -150,6 +150,8 @@ class SafetensorsFolder:
         done = 0
         while done < len(into):
             # May return less: Linux reads at most 2 GiB at a time.
+            # By offset: the folders of `renamed` share descriptors, and so would share a file
+            # position.
             count = os.preadv(descriptor, [into[done:]], offset + done)
             if not count:
                 raise unreadable(self._files[name], f"it ends within {name}")

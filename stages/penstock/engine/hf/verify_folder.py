@@ -89,6 +89,7 @@ def verify_adapter(folder: Path, hf_config: Mapping[str, Any]) -> None:
     except ImportError as error:
         raise NotVerifiedError("peft is not installed") from error
     config, class_ = _config(hf_config)
+    # By default PEFT (0.21) loads onto the GPU that it finds (`infer_device`).
     options: dict[str, Any] = {"low_cpu_mem_usage": True, "torch_device": "cpu"}
     with quiet_transformers(), warnings.catch_warnings(record=True) as noticed:
         warnings.simplefilter("always")

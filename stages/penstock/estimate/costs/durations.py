@@ -47,6 +47,8 @@ class CollectiveCounts:
     """Ring passes of keys and values (ring attention)."""
 
 
+# Shoeybi et al. 2019, "Megatron-LM": a sum after attention and one after the network, and the
+# same in the backward pass. A ring then sends keys and values, and their gradients.
 FORWARD = CollectiveCounts(sums=2, exchanges=1, turns=1)
 STEP = CollectiveCounts(sums=4, exchanges=2, turns=3)
 STEP_AGAIN = CollectiveCounts(sums=6, exchanges=3, turns=4)
@@ -88,12 +90,14 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
     flops = step_flops(sharded.config, work, learning=trainable)
     products = (flops + _recompute_flops(sharded, work)) / degrees.world_size / speed
     if run.train.enable_fp8_training and (fp8_speed := machine.speed(1)):
+        # Of linear layers alone: attention and logits are not computed in FP8.
         inner = step_flops(sharded.config, Work(work.tokens, 0, 0, 0), learning=trainable)
         products += inner / degrees.world_size * (1 / fp8_speed - 1 / speed)
     if vision := sharded.model.vision:
         # Pipeline stages wait for the first one, whose ranks divide the images.
         rows = sharded.micro_batches * run.train.micro_batch_size
         products += vision.flops(rows) / (degrees.tensor * degrees.context) / speed
+    # Recomputation repeats the forward pass, two of the four passes over memory.
     factor = 1.5 if run.train.enable_gradient_checkpointing else 1.0
     passes, launching = ACTIVATION_PASSES * factor, LAUNCH_OVERHEAD_SECONDS * factor
     memory = _memory_seconds(sharded, bandwidth, products, passes, launching)
@@ -172,7 +176,6 @@ def _exposed_data_parallel(
     """Seconds of weight and gradient communication (FSDP, DDP) not overlapped with compute."""
     degrees, num_micro_batches = sharded.degrees, sharded.micro_batches
     tensors = list_tensors(sharded)
-    inner = degrees.tensor * degrees.context
     gradients = sum(t.num_elements * 4 for t in tensors if t.is_trainable)
     if sharded.is_sharded:
         shards, copies = sharded.shards, degrees.replicate
@@ -188,7 +191,8 @@ def _exposed_data_parallel(
         seconds, shards, reduced = 0.0, 1, gradients
         copies = degrees.num_replicas * degrees.context
     if copies > 1:
-        speed = _link_bandwidth(machine, copies * shards, inner)
+        has_context = not sharded.is_sharded or shards > degrees.shard
+        speed = _link_bandwidth(machine, copies * shards, _stride(sharded, has_context))
         # A ring all-reduce: a reduce-scatter and an all-gather, each of (n - 1) / n of the bytes.
         seconds += 2 * (copies - 1) / copies * reduced / speed
     return _exposed(seconds, compute_seconds)
@@ -202,10 +206,15 @@ def _all_gather_seconds(sharded: ShardedModel, machine: Machine, times: int) -> 
 
 
 def _shard_bandwidth(sharded: ShardedModel, machine: Machine) -> float:
+    has_context = sharded.shards > sharded.degrees.shard
+    return _link_bandwidth(machine, sharded.shards, _stride(sharded, has_context))
+
+
+def _stride(sharded: ShardedModel, has_context: bool) -> int:
+    """The ranks from one to the next of a data-parallel group; `has_context`: the context-parallel
+    ranks, which lie between those of the shard axis, are among them."""
     degrees = sharded.degrees
-    # Context-parallel ranks that hold shards too lie between those of the shard axis.
-    inner = 1 if sharded.shards > degrees.shard else degrees.tensor * degrees.context
-    return _link_bandwidth(machine, sharded.shards, inner)
+    return degrees.tensor if has_context else degrees.tensor * degrees.context
 
 
 def _layer_communication(sharded: ShardedModel, machine: Machine, times: CollectiveCounts) -> float:

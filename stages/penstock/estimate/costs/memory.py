@@ -250,6 +250,7 @@ class _Rank:
         if self.sharded.micro_batches == 1:
             return 0
         if self._accumulates_unsharded:
+            # FSDP2 accumulates in the reduce dtype (`to_accumulated_grad_if_needed`, torch 2.13).
             return sum(self._reduce_buffer_bytes(unit) for unit in self.units)
         return self._all_gradients()
 

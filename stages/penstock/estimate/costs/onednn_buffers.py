@@ -10,6 +10,7 @@ from penstock.models.tp_roles import ParallelStyle
 BYTES_PER_PRIMITIVE = 0.57e6
 """Bytes per cached primitive, for any shape."""
 
+# oneDNN's default, unless ONEDNN_PRIMITIVE_CACHE_CAPACITY is set.
 CACHE_CAPACITY = 1024
 """Capacity of the cache, in primitives."""
 

@@ -29,6 +29,8 @@ EMBEDDING_UNIT = -2
 WHOLE = (None, ParallelStyle.REPLICATED, ParallelStyle.ROUTER, ParallelStyle.EXPERTS)
 """Roles of modules whose parameters tensor parallelism does not split."""
 
+# NF4: Dettmers et al. 2023, "QLoRA". MXFP4: OCP Microscaling Formats 1.0, 8-bit scales of 32
+# values. NVFP4: fp8 scales of 16 values, and one in float32.
 QUANT_FORMATS: Mapping[str, tuple[float, int | None, int, int]] = {
     "nf4": (0.5, 64, 4, 0),
     "nvfp4": (0.5, 16, 1, 4),

@@ -91,6 +91,7 @@ def run_jobs(jobs: Sequence[DryRunJob]) -> list[RankResult]:
         capture_output=True,
         text=True,
         # Kernels that are interpreted are not launched.
+        # `-m` puts the working folder first on the path: a torch.py there would be imported.
         env=env.child_environment({"TRITON_INTERPRET": "0", "PYTHONSAFEPATH": "1"}),
     )
     if done.returncode:

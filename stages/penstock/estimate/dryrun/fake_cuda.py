@@ -18,6 +18,7 @@ from penstock.estimate.dryrun.trace import RecordEvent, Trace, WaitEvent
 
 DEFAULT_STREAM = 0
 
+# As NVIDIA lists them: https://developer.nvidia.com/cuda-gpus.
 COMPUTE_CAPABILITY = {
     "v100": (7, 0),
     "t4": (7, 5),
@@ -40,6 +41,7 @@ COMPUTE_CAPABILITY = {
 }
 """Compute capability by device name."""
 
+# CUDA C++ Programming Guide: 96 KB on 7.0, 163 on 8.0, 227 on 9.0 and 10.0, else 99.
 SHARED_MEMORY: Mapping[int | tuple[int, int], int] = {
     **{7: 98_304, 8: 166_912, 9: 232_448, 10: 232_448, 12: 101_376},
     **{(8, 6): 101_376, (8, 9): 101_376},

@@ -38,6 +38,7 @@ class _FlexAttention(torch.autograd.Function):
     ) -> tuple[torch.Tensor, torch.Tensor]:
         out_1NTH = torch.empty_like(q_1NTH)
         lse_1NT = q_1NTH.new_empty(q_1NTH.shape[:-1], dtype=torch.float32)
+        # What torch's FlexAttentionAutogradOp saves, so that as much memory is held until then.
         ctx.save_for_backward(q_1NTH, k_1KTH, v_1KTH, out_1NTH, lse_1NT)
         ctx.record = record
         record("flex_attention", [q_1NTH, k_1KTH, v_1KTH, out_1NTH])

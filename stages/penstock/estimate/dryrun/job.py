@@ -55,6 +55,7 @@ class DryRunJob(_JsonFile):
     ) -> "DryRunJob":
         """The job of a rank; its result is written to `folder`."""
         return cls(
+            # Rules and defaults depend on which fields are set, so defaults are not written out.
             run.model_dump(mode="json", exclude_unset=True),
             run.data.row_length,
             hf_config,

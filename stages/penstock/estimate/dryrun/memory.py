@@ -9,6 +9,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 
+# kMinBlockSize of c10/core/AllocatorConfig.h (torch 2.13): blocks are multiples of it.
 BLOCK = 512
 """Allocation granularity of PyTorch's caching allocator, in bytes."""
 

@@ -14,6 +14,7 @@ def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> Pro
     # Registers the backend `fake`.
     from torch.testing._internal.distributed import fake_pg  # noqa: F401
 
+    # A store within this process: no other rank is ever started that could connect to one.
     dist.init_process_group("fake", rank=rank, world_size=world_size, store=dist.HashStore())
     # The fake backend transfers nothing, and these would unpickle uninitialized buffers.
     dist.all_gather_object = _all_gather_object

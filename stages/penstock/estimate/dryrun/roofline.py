@@ -37,6 +37,7 @@ HOST_COPY_BANDWIDTH = 25e9
 
 _GROUPED_MATMULS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
 
+# A ring all-reduce is a reduce-scatter and an all-gather: each byte travels twice.
 _RING_FACTOR = {"allreduce": 2.0, "reduce": 1.0, "broadcast": 1.0}
 
 

@@ -11,6 +11,7 @@ from penstock.estimate.dryrun.fake_cuda import current_stream
 from penstock.estimate.dryrun.roofline import ACHIEVED_FLOPS, ACHIEVED_GROUPED_FLOPS, Roofline
 from penstock.estimate.dryrun.trace import Trace
 
+# CUDA C++ Programming Guide, technical specifications by compute capability.
 GRID_LIMITS = (2**31 - 1, 65_535, 65_535)
 """Largest grid of CUDA, by axis."""
 

@@ -82,6 +82,7 @@ class AutoCausalLM(nn.Module):
         for name, parameter in model.named_parameters(recurse=False):
             self.register_parameter(name, parameter)
         for name, buffer in model.named_buffers(recurse=False):
+            # `normalize` has made parameters of those that checkpoints hold.
             self.register_buffer(name, buffer, persistent=False)
         self._base = [model.base_model]
         self._dropout_seed: int | None = None
@@ -239,6 +240,8 @@ class AutoCausalLM(nn.Module):
 
     def to_empty(self, *, device: Any, recurse: bool = True) -> "AutoCausalLM":
         super().to_empty(device=device, recurse=recurse)
+        # to_empty leaves arbitrary memory in buffers too, such as inv_freq, which no checkpoint
+        # restores.
         for name, value in self.buffer_values.items():
             owner, _, leaf = name.rpartition(".")
             module = self.get_submodule(owner)

@@ -36,6 +36,7 @@ def complete_gradients(x: torch.Tensor, layer: nn.Module) -> torch.Tensor:
     """
     if not torch.is_grad_enabled():
         return x
+    # Autograd calls no backward of a function none of whose inputs requires a gradient.
     x = x if x.requires_grad else x.detach().requires_grad_()
     # Of the input: its backward is the last of the layer's, and the first before FSDP reduces the
     # layer's gradients.

@@ -13,6 +13,8 @@ from penstock_kernels.attention import VarlenMetadata
 def packed_inputs(position_ids_T: torch.Tensor, segments: VarlenMetadata) -> dict[str, Any]:
     """What tells a model the documents of one packed sequence."""
     return {
+        # No attention_mask: with one, or with a cache, transformers (5.23, masking_utils) does not
+        # look for documents in position_ids, and they would see one another without an error.
         "position_ids": position_ids_T[None],
         "cu_seq_lens_q": segments.cu_seqlens,
         "cu_seq_lens_k": segments.cu_seqlens,

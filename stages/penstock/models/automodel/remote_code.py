@@ -76,6 +76,7 @@ def load_class(hf_config: Mapping[str, Any], name: str) -> Any:
 
 def _package(folder: Path, digest: str) -> str:
     # A package of the folder's files, which import one another relatively.
+    # By the digest: under a name that it has imported, Python would not read changed code again.
     name = f"penstock_remote_code_{digest[:16]}"
     if name not in sys.modules:
         package = ModuleType(name)

@@ -282,6 +282,7 @@ def is_different(
 
 @contextmanager
 def _seed(seed: int) -> Iterator[None]:
+    # By default fork_rng also saves the generator of every GPU, which initializes CUDA there.
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         yield

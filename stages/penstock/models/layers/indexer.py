@@ -206,4 +206,5 @@ class Indexer(nn.Module):
             scores_BC = scores_BC.masked_fill(~visible_BC, float("-inf"))
         chosen_BS = highest(scores_BC, self.sizes.top_k)
         mask_BC = torch.zeros_like(scores_BC, dtype=torch.bool).scatter_(1, chosen_BS, True)
+        # Top-k of a sequence with fewer tokens than k also chooses keys that are not its own.
         return mask_BC if visible_BC is None else mask_BC & visible_BC

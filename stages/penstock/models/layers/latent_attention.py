@@ -274,6 +274,7 @@ class LatentAttention(nn.Module):
         if type(self.kv_b_proj) is nn.Linear:
             weight_ER = self.kv_b_proj.weight.to(like.dtype)
         else:
+            # Not one matrix, but linear: its outputs for the unit vectors are the columns of one.
             weight_ER = self.kv_b_proj(
                 torch.eye(sizes.kv_rank, dtype=like.dtype, device=like.device)
             ).T

@@ -41,4 +41,5 @@ def module_by_id(number: torch.Tensor) -> OpModule:
 
 
 _NEXT_ID = count()
+# Otherwise every model that this process ever compiled would stay in memory.
 _MODULES: WeakValueDictionary[int, OpModule] = WeakValueDictionary()

@@ -29,6 +29,7 @@ class RMSNorm(nn.Module):
         operations: LayerOps = DEFAULT_LAYER_OPS,
     ) -> None:
         super().__init__()
+        # Checkpoints of Gemma's norms store the factor less 1: zeros are the identity there.
         self.weight = nn.Parameter(torch.zeros(width) if plus_one else torch.ones(width))
         self.eps, self.plus_one = eps, plus_one
         self.operations = operations

@@ -48,6 +48,7 @@ class QuantizedMatrix(OpModule):
         self.transform: WeightTransform | None = None
         for name, width in format.widths(self.columns).items():
             raw = torch.empty(*rows, width, dtype=torch.uint8, device=device)
+            # No buffer: FSDP2 shards parameters alone, and would leave a full copy on every rank.
             self.register_parameter(name, nn.Parameter(raw, requires_grad=False))
 
     @property

@@ -94,6 +94,8 @@ def query_scale(
     scale: QueryScale, position_ids_T: torch.Tensor, dtype: torch.dtype
 ) -> torch.Tensor:
     """The factor of each token's queries, [T]."""
+    # Llama 4's temperature: get_llama_4_attn_scale of transformers' Ministral3, attn_scales of its
+    # Llama4TextAttention, which adds 1 to positions.
     steps_T = torch.floor((position_ids_T + scale.first) / scale.length)
     return (1 + scale.beta * torch.log(1 + steps_T)).to(dtype)
 

@@ -140,6 +140,7 @@ class Router(OpModule):
         # Each expert's share of a token's scores, and the squared logsumexp of the token's logits
         # (z-loss).
         shares_TE = score_shares(logits_TE, self.config.scoring)
+        # Zoph et al. 2022, "ST-MoE" (arXiv 2202.08906), equation 5.
         return shares_TE, logits_TE.logsumexp(-1).square()
 
     def extra_repr(self) -> str:
@@ -152,6 +153,7 @@ def score_shares(logits_TE: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     if scoring == "softmax":
         return logits_TE.softmax(-1)
     scores_TE = logits_TE.sigmoid()
+    # Sigmoids do not sum to 1 (DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, equation 19).
     return scores_TE / scores_TE.sum(-1, keepdim=True)
 
 

@@ -101,6 +101,7 @@ class TextEncoder:
         its_json, self.definition = tokenizer_definition(tokenizer)
         self._splits_special: bool = bool(getattr(tokenizer, "split_special_tokens", False))
         self._tokenizers_library = Tokenizer.from_str(its_json)
+        # Not part of tokenizer.json: transformers 5.23 sets it on its own copy for each call.
         self._tokenizers_library.encode_special_tokens = self._splits_special
         self._added = np.array(sorted(tokenizer.added_tokens_decoder), dtype=np.int32)
         # In the text, as steps may be nested in Sequences.

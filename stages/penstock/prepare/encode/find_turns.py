@@ -31,6 +31,7 @@ ApplyTemplate = Callable[
 FindAnswers = Callable[[str, Conversation, Sequence[int]], tuple[str, list[Turn]] | None]
 """(template, conversation, answers) -> (text, turns of these answers)."""
 
+# Jinja compiles templates to Python, whose errors come through: `1 + "a"` is a TypeError.
 TEMPLATE_ERRORS = (
     TemplateError,
     TypeError,
@@ -92,6 +93,7 @@ class TurnFinder:
             alone, prompt = after[turn + 1], before.get(turn, "")
             is_closed = tail is not None and alone.endswith(tail)
             answer = alone.removesuffix(tail) if is_closed and tail else alone
+            # As with Qwen3's, which takes reasoning out of answers once others follow.
             if not (answer.startswith(prompt) and text.startswith(answer)):
                 return None
             start = len(prompt) if turn else self._first_words(template, conversation, text)

@@ -119,6 +119,7 @@ def byte_lengths(
     """
     normalizers = {step["type"] for step in _flatten(definition["normalizer"])}
     levels = [step for step in _flatten(definition["pre_tokenizer"]) if step["type"] == "ByteLevel"]
+    # NFC can be tested per text (`count`); others may move bytes and leave their sum as it was.
     if definition["model"]["type"] != "BPE" or not levels or normalizers - {"NFC"}:
         return None
     # The space that such a pre-tokenizer adds is a byte of a token and not of the text.

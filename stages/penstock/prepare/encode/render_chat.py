@@ -343,6 +343,7 @@ def _build_document(
 
 
 def _drop_nulls(message: Message) -> Message:
+    # Jinja takes a null for defined: `is defined` and `"tool_calls" in message` would hold.
     if None not in message.values():
         return message
     return {name: value for name, value in message.items() if value is not None}

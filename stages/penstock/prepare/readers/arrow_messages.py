@@ -197,6 +197,7 @@ class _Table:
         if position is None:
             return []
         count = self._unpack("<I", position)
+        # A slice ends with the content: a false count would pass for a shorter vector.
         if count * layout.size > len(self._content):
             raise ValueError(f"a vector of {count:,} entries")
         start = position + 4

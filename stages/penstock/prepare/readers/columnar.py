@@ -77,6 +77,7 @@ def arrow_stream(source: SourceFile) -> Iterator[Chunk]:
                 offset = next(checked, None)
 
         yield from _iter_batches(source, enumerate(iter_batches(), start=1), expansion)
+        # Where Arrow goes on behind the end that was checked, nothing bounds what it reads.
         if next(reader, None) is not None:
             raise pa.ArrowInvalid("there are record batches after its end")
 

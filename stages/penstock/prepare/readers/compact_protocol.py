@@ -2,6 +2,7 @@
 
 from typing import Any
 
+# Each level is a call in Python: damaged bytes could nest up to its limit of recursion.
 MAX_DEPTH = 16
 """Of structures and lists."""
 
@@ -59,6 +60,7 @@ class CompactReader:
             header = self._byte()
             # Up to 14 entries are counted in the header.
             count = header >> 4 if header < 0xF0 else self.varint()
+            # A false count costs little: every entry takes a byte, so it ends with the content.
             values = [self._value(header & 0xF, depth + 1) for _ in range(count)]
             return values if header & 0xF == 12 else count
         if kind == 12:

@@ -94,6 +94,7 @@ def hub_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Ch
 
 def streamed_rows(pin: Pin, span: tuple[int, int], token: bool | None) -> Iterator[Chunk]:
     """The rows of shard `span[0]` of `span[1]`. Raises as `open_hub` if streaming fails."""
+    # `span[1]` is the number of its shards, so each index is one of them, and no other is fetched.
     shard = open_stream(pin, token).shard(num_shards=span[1], index=span[0])
     padded = _struct_columns(shard.features)
     with _Fetching(pin):

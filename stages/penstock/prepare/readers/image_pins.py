@@ -221,6 +221,7 @@ def _mentions(batch: pa.RecordBatch, searched: Searched) -> bool:
         del searched[key]
     for key, buffer in buffers.items():
         if key not in searched:
+            # re searches the buffer where it is: no row becomes a Python value for it.
             searched[key] = buffer, pattern.search(memoryview(buffer)) is not None
         if searched[key][1]:
             return True

@@ -166,6 +166,7 @@ def _parse_index(raw: Bytes) -> MegatronIndex:
         raise ValueError(f"it starts with {magic!r}, not with {MMIDIDX!r} or {TNTIDX!r}")
     if np.any(modes):
         raise ValueError("its sequences have modes (multimodal data); only text is supported")
+    # np.frombuffer takes a count of -1 for all that is left of the file.
     if len(index.lengths) and index.lengths.min() < 0:
         raise ValueError("a sequence has a negative length")
     starts = index.starts

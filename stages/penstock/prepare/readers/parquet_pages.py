@@ -30,6 +30,7 @@ DATA, DICTIONARY, DATA_V2 = 0, 2, 3
 # Codecs by number; pages of others, such as that of Hadoop's LZ4, are not decompressed here.
 CODECS = {0: "", 1: "snappy", 2: "gzip", 4: "brotli", 6: "zstd", 7: "lz4_raw"}
 
+# PLAIN_DICTIONARY, of version 1 of the format, and RLE_DICTIONARY.
 DICTIONARY_ENCODINGS = (2, 8)
 # DELTA_BYTE_ARRAY: values share prefixes.
 PREFIX_ENCODING = 7
@@ -255,6 +256,7 @@ def _page(header: Struct, start: int) -> Page:
     levels = (RLE, values.get(6, 0)) if is_v2 else (values.get(4, RLE), 0)
     sizes = (header.get(3), header.get(2), values.get(1, 0))
     numbers = (kind, *sizes, encoding, *levels)
+    # All have 32 bits in the format, and `CompactReader` reads numbers of 64.
     if not all(isinstance(number, int) and 0 <= number < 1 << 31 for number in numbers):
         raise PageError(f"the page header before byte {start} is damaged")
     num_bytes, expanded, num_values = cast("tuple[int, int, int]", sizes)
@@ -301,14 +303,17 @@ def _row_starts(
 ) -> _RowStarts | None:
     """Where rows begin, as far as it is known; None if nowhere."""
     encoding, num_bytes = page.levels
+    # Version 2 has its levels before the values, never compressed.
     if page.kind == DATA_V2:
         stream.seek(page.start)
         levels = stream.read(min(num_bytes, MAX_LEVEL_BYTES))
     elif encoding == RLE and codec is not None:
+        # Version 1 compresses them with the values, behind their length of 32 bits.
         content = _content(stream, page, codec)
         num_bytes = int.from_bytes(content[:4], "little")
         levels = content[4 : 4 + min(num_bytes, MAX_LEVEL_BYTES)]
     else:
+        # BIT_PACKED levels, which the format deprecates, or a codec that is not known here.
         return None
     return _zeros(levels, max_level.bit_length(), page.num_values)
 

@@ -26,6 +26,7 @@ def read_records(item: Slice, token: bool | None = None) -> Iterator[Batch]:
         before = cache(partial(count_records_before, piece, token))
         number, has_lines = piece.start + 1, piece.reader in LINE_READERS
         for chunk in _limit_chunks(read_chunks(piece, token), piece.start, piece.stop):
+            # The stride goes on over chunks and pieces, whose records are numbered together.
             first = (item.first - num_read) % item.step
             num_read += len(chunk)
             chosen = chunk.part(first, None, item.step) if item.step > 1 else chunk

@@ -75,6 +75,7 @@ class Chunk:
         selection = slice(start, stop, step)
         if isinstance(self.items, pa.RecordBatch):
             rows = to_arrow(np.arange(self.items.num_rows)[selection])
+            # A slice in Arrow is contiguous; `take` copies, and only the rows that are used.
             items = self.items.slice(start, len(rows)) if step == 1 else self.items.take(rows)
         else:
             items = self.items[selection]
@@ -99,6 +100,7 @@ class DuplicateKeyError(ValueError):
 
 def unique_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     """The object of these pairs, for `object_pairs_hook`. Raises DuplicateKeyError."""
+    # json keeps the last of equal keys without a word.
     members = dict(pairs)
     if len(members) != len(pairs):
         names = Counter(name for name, _ in pairs)

@@ -57,6 +57,7 @@ def count_records(piece: FileSplit, token: bool | None = None) -> int:
 
     def count() -> int:
         count = sum(len(chunk) for chunk in read_chunks(piece, token))
+        # Before it is cached: under the digest of this content, the count of another would stay.
         require_unchanged([piece.file])
         return count
 

@@ -54,6 +54,7 @@ def open_parquet(
         read_dictionary=list(dictionaries),
         buffer_size=1 << 20,
         pre_buffer=False,
+        # Arrow 26 allows a million: a footer of some MB would take 2 GB.
         thrift_container_size_limit=MAX_COLUMNS,
     )
     footer = file.metadata

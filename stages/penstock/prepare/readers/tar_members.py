@@ -75,12 +75,14 @@ class _CheckedInfo(tarfile.TarInfo):
     @classmethod
     def frombuf(cls, buf: bytes | bytearray, encoding: str, errors: str) -> "_CheckedInfo":
         """Parse one block. Raises ReadError, which `TarFile.next` does not take for an end."""
+        # `TarFile.next` ends here as at a whole archive, once it has read a member.
         if not buf:
             raise tarfile.ReadError(
                 "the archive ends without the blocks of zeros that mark its end"
             )
         try:
             info = super().frombuf(buf, encoding, errors)
+        # A block of zeros, at which `TarFile.next` ends; `_require_end` asks for the second.
         except tarfile.EOFHeaderError:  # pyright: ignore[reportAttributeAccessIssue]
             raise
         except tarfile.TarError as error:

@@ -160,6 +160,7 @@ def _read(path: Path) -> Array | None:
             if hashlib.sha256(values).digest() != bytes(view[-DIGEST_BYTES:]):
                 return None
         # NumPy ignores the digest after the values.
+        # A cache may be shared: a pickle in it would run the code of whoever can write there.
         return np.load(path, mmap_mode="r", allow_pickle=False)
     except (OSError, ValueError, EOFError):
         return None

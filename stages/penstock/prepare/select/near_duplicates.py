@@ -133,6 +133,7 @@ def _minhash_signatures(samples: TokenLists) -> npt.NDArray[np.uint32]:
     """Minimum hash of each sample under every permutation, shape [PERMUTATIONS, samples]."""
     signatures = np.empty((PERMUTATIONS, len(samples)), dtype=np.uint32)
     hashes, of, _ = ngram_hashes(samples, SHINGLE, shorter="whole")
+    # `whole` gives each sample a shingle: of an empty range reduceat takes the next one's value.
     first = np.flatnonzero(np.diff(of, prepend=-1))
     values = (hashes >> np.uint64(32)).astype(np.uint32)
     permuted = np.empty_like(values)

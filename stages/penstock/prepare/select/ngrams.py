@@ -110,6 +110,7 @@ def _powers(base: int, count: int) -> Hashes:
     """base**0, base**1, … modulo 2**64."""
     factors = np.full(max(count, 1), base, dtype=np.uint64)
     factors[0] = 1
+    # uint64 of NumPy wraps without an error, which is arithmetic modulo 2**64.
     return np.cumprod(factors, dtype=np.uint64)
 
 

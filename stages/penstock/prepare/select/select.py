@@ -63,7 +63,9 @@ def select(
     state = FilterState(finished)
     features = Features(workers, token)
     _apply_max_samples(state, settings)
+    # Before duplicates: a clean one could be dropped for a near duplicate that goes in turn.
     _drop_contaminated(state, settings, features)
+    # Exact ones first: it takes digests alone, and leaves fewer samples to compare by shingles.
     if settings.deduplicate:
         _drop_exact_duplicates(state, features)
     if settings.deduplicate == "near":
@@ -81,6 +83,7 @@ def select(
     # Of all samples, also of those that are left out: near enough to judge how long an epoch is.
     mean_tokens = [max(1.0, t / max(1, n)) for t, n in zip(tokens, rows, strict=True)]
     check_mix(num_rows, labels, settings, mean_tokens)
+    # Deduplication has dropped them: samples of validation sources come first in its pool.
     repeated = 0 if settings.deduplicate else _count_validation_in_train(finished, parts, features)
     return Selection(parts, tuple(state.dropped), tuple(state.examples), repeated)
 

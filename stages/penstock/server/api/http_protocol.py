@@ -54,6 +54,7 @@ class Connection(HttpToolsProtocol):
     def on_message_begin(self) -> None:
         super().on_message_begin()
         self._has_message, self._header_bytes = False, 0
+        # ASGI's place for what a server adds; uvicorn makes a new scope for each request.
         self.scope["extensions"] = {EXTENSION: self}  # pyright: ignore[reportGeneralTypeIssues]
 
     def on_url(self, url: bytes) -> None:
@@ -100,6 +101,7 @@ class Connection(HttpToolsProtocol):
         return self.transport.is_closing()
 
     def abort(self) -> None:
+        # Not close(), which waits until what is buffered is sent: a client may never read it.
         self.transport.abort()
 
     def _unsupported_upgrade_warning(self) -> None:

@@ -126,6 +126,7 @@ class SchedulerClient:
     def _fail_all(self, why: str) -> None:
         for name, response in list(self._waiting.items()):
             if not response.done():
+                # As a result: asyncio logs an exception of a future that nobody awaits any more.
                 response.set_result(Failure(id=name, error=why, category="server", code="lost"))
 
     async def greet(self) -> None:

@@ -49,6 +49,8 @@ class Codec(Generic[M]):
         """Raises FrameError for an invalid message."""
         try:
             return self._decoder.decode(frame)
+        # msgspec (0.22) raises these two of Python's for deep nesting and for text that is not
+        # UTF-8.
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise FrameError(str(error)) from error
 

@@ -79,6 +79,7 @@ class OptimizerConfig(Value):
     kind: Literal["adamw", "anyprecision_adamw", "sgd", "muon"] | None = None
     dtype: Literal["fp32", "bf16"] | None = None
     """The dtype of its states, if different from the weights'."""
+    # msgspec copies an empty default, so that structs do not share it.
     kwargs: dict[str, float | bool | str] = {}
 
 

@@ -168,6 +168,8 @@ def build_outputs(
             )
         else:
             outputs["elementwise_loss"] = losses_T.numpy()
+            # In fp64: the larger the sum over the tokens of a pass, the more of each an fp32 one
+            # drops.
             total += losses_T.double().sum().item()
         samples_outputs.append(outputs)
     return samples_outputs, total

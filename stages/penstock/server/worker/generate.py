@@ -159,6 +159,7 @@ class GenerationHandler:
             )
 
     def _get_adapter(self, folder: Path, time: int) -> LoadedAdapter:
+        # With the time, because a checkpoint may be saved again under the same name.
         key = str(folder), time
         if key not in self.cached_adapters:
             self.cached_adapters[key] = self._read_adapter(folder)

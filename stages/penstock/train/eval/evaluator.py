@@ -83,6 +83,8 @@ class Evaluator:
         """
         self._metric.reset()
         # Sort by cost, so that replicas compute rows of similar cost at the same time.
+        # Stable: NumPy's default sort orders ties as the processor's instruction set has it, and
+        # replicas on unlike machines must agree on the rows of each round.
         by_cost = np.argsort(-self._costs[self._row_ids], kind="stable")
         by_cost_rows = self._row_ids[by_cost][:max_rows]
         rows_per_round = self._built.dims.num_replicas * self._micro_batch_size

@@ -47,8 +47,8 @@ class RefModel:
 
 REFERENCES_FOLDER = "references"
 
+# Updates whose log-probs are kept: the newest checkpoint may be older than the last update.
 NUM_KEPT = 2
-"""Number of updates whose log-probs are kept: a checkpoint may be older than the last update."""
 
 
 class SyncedRefModel(RefModel):

@@ -83,8 +83,8 @@ class HangWatchdog:
             self._has_reported = False
 
     def _check_timeouts(self, heartbeats: Sequence[RankStatus]) -> str | None:
-        """A rank timed out in a collective and is exiting; the ranks that it waited for
-        still run."""
+        # A rank whose collective timed out is exiting; those that it waited for still run, and
+        # only now can their stacks be dumped: the agent ends them once it sees the exit.
         records = {(f.rank, f.time) for f in read_timeouts(self._logs)}
         if records <= self._handled_timeouts:
             return None
@@ -95,7 +95,7 @@ class HangWatchdog:
         return None
 
     def _running(self, heartbeats: Sequence[RankStatus]) -> list[RankStatus]:
-        """The ranks that still run; a pid may have been reused for another process."""
+        # By the command line: the kernel may have given a dead rank's pid to another process.
         return [beat for beat in heartbeats if self._module in command_line(beat.pid)]
 
     def _write_report(self, reason: str, running: Sequence[RankStatus]) -> None:
@@ -107,6 +107,7 @@ class HangWatchdog:
             advice += "Write launch.timeout to end a run that makes no progress."
         self.report = f"{reason}. {describe(running, stacks, time.time())}\n  {advice}"
         with suppress(OSError), (self._logs / WATCH_LOG).open("a") as stream:
+            # As `logging` writes entries: flows forward only lines that begin like one.
             stream.write(f"{time.strftime('%Y-%m-%d %H:%M:%S')},000 WARNING {self.report}\n")
 
 

@@ -36,8 +36,8 @@ ENVIRONMENT = "surroundings.json"
 HF_WEIGHTS = "hf_ckpt"
 """Folder in the last checkpoint, named as in xorl."""
 
+# Passed on verbatim: a URL in a prompt is part of its text.
 PROMPTS = "sample_prompts"
-"""The setting with the prompts, whose text is passed on verbatim."""
 
 
 def remove_secrets(value: Any) -> Any:

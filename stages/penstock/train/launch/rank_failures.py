@@ -94,6 +94,7 @@ def build_error(logs: Path, status: int, hang_report: str | None = None) -> Stag
     The earliest error is reported: later ones are mostly lost connections to the rank that failed.
     """
     failures, crashes = _read_failures(logs), _read_crashes(logs)
+    # An error of ours names its cause; an earlier one of torch or NCCL may only follow from it.
     first = next((f for f in failures if f.message), failures[0] if failures else None)
     if hang_report and (first is None or not first.message):
         return _retryable(hang_report)
@@ -158,4 +159,5 @@ def _read_crashes(logs: Path) -> list[RankCrash]:
     stop."""
     lists = [record for path in logs.glob(CRASHES) for record in read_json(path)]
     crashes = [RankCrash(**record) for record in lists]
+    # With SIGTERM torchrun ends the other ranks once one has failed: they are no cause.
     return sorted((d for d in crashes if d.signal != signal.SIGTERM), key=lambda d: d.time)

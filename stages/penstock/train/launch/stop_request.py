@@ -11,9 +11,8 @@ STOP_FILE = "STOP"
 """A file of this name in the run folder requests a stop, from any machine that shares the
 folder."""
 
+# Seconds between checks for the file: the folder may be on a network, and steps may be short.
 POLL_SECONDS = 0.5
-"""Seconds between checks for the file: the folder may be shared by many ranks, and steps may be
-short."""
 
 
 class StopRequest:

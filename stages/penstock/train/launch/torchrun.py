@@ -59,8 +59,10 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
         [*torchrun_arguments(job.config, address), "-m", module, str(file)],
         environment=env.child_environment(
             {
+                # Values of the user's shell hold for these; those below hold in any case.
                 **env.unless_set(
                     {
+                        # Where it is unset, torchrun (torch 2.13) gives each of several ranks one.
                         "OMP_NUM_THREADS": str(threads_per_rank(job.config)),
                         **env.openmp_waiting(),
                         **env.cuda_allocator(),
@@ -73,6 +75,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
             secret_purposes(job),
             launch.pass_env,
         ),
+        # Ranks print to stderr too: stdout is for the command's JSON object.
         sink=byte_stream(sys.stderr),
         deaths=crash_file(job.output_dir / LOGS, job.launch_id),
         patience=launch.stop_timeout,
@@ -139,6 +142,7 @@ def torchrun_arguments(run: RunConfig, address: str | None = None) -> list[str]:
         *("--node-rank", str(launch.node_rank)),
         *("--rdzv-backend", RDZV_BACKEND),
         *("--rdzv-endpoint", _require_endpoint(run)),
+        # torchrun (torch 2.13) passes --node-rank to a rendezvous named `static` alone.
         *("--rdzv-conf", f"rank={launch.node_rank}"),
         *(("--local-addr", address) if address else ()),
         *arguments,

@@ -20,6 +20,7 @@ class MetricsLog:
         earlier = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         with atomic_write(path) as part:
             part.write_text("".join(_line(record) for record in earlier))
+        # Not with O_APPEND: Linux's pwrite(2) then appends, whatever offset it is given.
         self._file = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._file, 0, os.SEEK_END)
         self._buffer = b""

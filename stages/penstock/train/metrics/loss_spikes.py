@@ -19,12 +19,12 @@ MIN_STEPS = 20
 STD_PER_MAD = 1.4826
 """Ratio of the standard deviation of a normal distribution to its median absolute deviation (MAD):
 1 / Phi^-1(3/4)."""
+# Lower bound of the standard deviation as a fraction of the median: a flat loss has next to none,
+# and any small change of it would be a spike.
 MIN_RELATIVE_STD = 0.02
-"""Lower bound of the standard deviation as a fraction of the median, so that small changes of a
-flat loss are not spikes."""
+# Lower bound as a fraction of the median of the first losses: near zero, on memorized data, the
+# loss of single rows is many times the median without significance.
 MIN_STD_OF_INITIAL_LOSS = 0.01
-"""Lower bound as a fraction of the median of the first losses: near zero, on memorized data, the
-loss of single rows is many times the median without significance."""
 
 
 @dataclass(frozen=True)

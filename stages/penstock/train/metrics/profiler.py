@@ -118,6 +118,8 @@ def _export(recorder: profile, target: Path) -> None:
     """Write the gzip-compressed trace, a twentieth of the size."""
     plain = target.with_name(f"{target.name}.json")
     try:
+        # For a name in .gz torch (2.13) writes the trace to /tmp first, which may be small, and
+        # compresses it line by line at zlib's slowest level.
         recorder.export_chrome_trace(str(plain))
         with plain.open("rb") as trace, gzip.open(target, "wb", compresslevel=3) as stream:
             shutil.copyfileobj(trace, stream, 1 << 20)

@@ -39,6 +39,7 @@ class _TqdmBar(tqdm):
             super().display(text, pos)
 
     def clear(self, nolock: bool = False) -> None:
+        # `tqdm.write` clears the bar and draws it again (tqdm 4.70), mostly with the same text.
         self.last_text = ""
         super().clear(nolock)
 
@@ -52,6 +53,7 @@ class _ProgressBar:
         width = env.num_columns()
         self._bar = _TqdmBar(
             total=total,
+            # Steps of earlier starts count for the bar, and not for tqdm's rate.
             initial=done,
             desc="train",
             # Some terminals wrap a line that fills them.
@@ -70,6 +72,7 @@ class _ProgressBar:
             return
         eta = self._eta.eta(record["step"])
         if record["step"] % self._every == 0 or record["step"] == self._total:
+            # By default each call draws the bar at once, whatever `mininterval` is.
             self._bar.set_postfix_str("  ".join(_bar_fields(record, eta)), refresh=False)
         self._bar.update(record["step"] - self._bar.n)
 

@@ -68,7 +68,9 @@ class MetricsRecorder:
 
     def close(self) -> None:
         """No more records. The other processes get limited time to finish."""
+        # First, so that what trackers say at their end is below the finished bar.
         self._display.close()
+        # Before trackers are told of the end: they then read the file to its last line, and exit.
         self._metrics.close()
         self._trackers.close(self.ending)
 

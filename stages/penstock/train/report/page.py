@@ -178,7 +178,9 @@ def _render_template(
 ) -> str:
     templates = Environment(
         loader=FileSystemLoader(Path(__file__).parent),
+        # Off by default in Jinja: prompts, answers and paths may hold markup.
         autoescape=True,
+        # By default Jinja prints nothing for a name that is missing or misspelt.
         undefined=StrictUndefined,
         trim_blocks=True,
         lstrip_blocks=True,

@@ -22,6 +22,7 @@ def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
     """See `StartRun`."""
     client = MlflowClient(tracking_uri=resolve_mlflow_uri(run_info))
     if "id" in state:
+        # The end of the earlier start has closed it.
         client.update_run(state["id"], status="RUNNING")
     else:
         tags = {"penstock.key": run_info.key, **dict.fromkeys(run_info.tags, "true")}
@@ -52,6 +53,7 @@ class _Run:
         self._client, self._id = client, run_id
 
     def log(self, step: int, values: Mapping[str, float], timestamp: float) -> None:
+        # MLflow's timestamps are whole milliseconds.
         time = int(timestamp * 1000)
         metrics = [Metric(_clean_name(name), value, time, step) for name, value in values.items()]
         self._client.log_batch(self._id, metrics=metrics)

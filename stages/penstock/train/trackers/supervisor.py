@@ -30,6 +30,7 @@ class TrackerProcess:
             self._process = subprocess.Popen(
                 # -P keeps the working directory off sys.path.
                 [sys.executable, "-P", "-m", *module],
+                # No child that starts later inherits it (PEP 446): it closes if this process dies.
                 stdin=subprocess.PIPE,
                 stdout=stream,
                 stderr=stream,
@@ -50,6 +51,7 @@ class TrackerProcess:
             # A process that has ended has closed its end of the pipe.
             with suppress(OSError):
                 stdin.write(ending.encode())
+            # The write was buffered: a pipe without a reader shows in the flush of close.
             with suppress(OSError):
                 stdin.close()
 
@@ -101,6 +103,7 @@ class TrackerSupervisor:
     def close(self, ending: Ending) -> None:
         """Let all of them finish within SHUTDOWN_SECONDS."""
         until = time.monotonic() + SHUTDOWN_SECONDS
+        # All are told before any is waited for: they upload the rest at the same time.
         for process in self._all:
             process.signal_end(ending)
         for process in self._all:

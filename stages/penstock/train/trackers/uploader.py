@@ -57,6 +57,7 @@ def main(name: str, folder: Path) -> None:
         with acquire_lock(folder / TRACKERS_FOLDER / f".{name}.lock"):
             upload_run(name, folder, start_run, end)
     except Exception as error:  # noqa: BLE001 - top level: printed, exit status 1
+        # The supervisor shows the last line to the user.
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         sys.stderr.flush()
         # The tracker's own threads or exit handlers could block a normal exit.
@@ -71,6 +72,7 @@ def upload_run(name: str, folder: Path, start_run: StartRun, end: RunEnd) -> Non
     state: ResumeState = read_json(file) if file.is_file() else {}
     run_info = RunInfo.from_job(Job.read(folder / JOB))
     tracker = _with_retries(lambda: start_run(run_info, state))
+    # Before the first record: after a kill the next process would create a second run.
     write_json(file, state)
     uploads = UploadState(tracker, state, run_info.log_intervals[name])
     last_save = time.monotonic()

@@ -14,6 +14,7 @@ from penstock.train.trackers.tracker import Ending, ResumeState, Tracker
 
 def start_run(run_info: RunInfo, state: ResumeState) -> Tracker:
     """See `StartRun`."""
+    # Chosen here and kept over retries of this call: each would otherwise begin a run of its own.
     state.setdefault("id", secrets.token_hex(8))
     mode = None if env.wandb_is_logged_in() or env.wandb_mode() else "offline"
     run = wandb.init(

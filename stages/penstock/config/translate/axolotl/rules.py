@@ -132,8 +132,10 @@ def _rl(entry: Entry) -> None:
     entry.put("preference.loss_type", "sigmoid" if entry.value == "dpo" else entry.value)
     # Axolotl trains with TRL's trainers.
     if entry.value == "orpo":
+        # TRL 1.16's ORPO takes the cross-entropy of the chosen answer over its prompt, too.
         entry.put("preference.sft_loss_scope", "prompt_and_answer")
     elif entry.value == "kto":
+        # TRL 1.16's KTO rotates the answers of a device's batch by one to estimate the KL.
         entry.put("preference.kl_pairing", "rotate")
         entry.put("preference.kl_rotation_size", entry.get("micro_batch_size", 1))
 

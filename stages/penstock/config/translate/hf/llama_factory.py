@@ -46,6 +46,7 @@ PROJECTOR_ALONE = "train_mm_proj_only"
 
 
 def _freeze(entry: Entry) -> None:
+    # Unless it is written, it freezes the tower and the projector, and not the language model.
     frozen = [part for key, part in FREEZES.items() if entry.get(key, part != "language")]
     if entry.get(PROJECTOR_ALONE):
         frozen = ["vision", "language"]
@@ -119,6 +120,7 @@ def _finalize(draft: Draft) -> None:
         draft.rename("model.model_path", "model.config_path")
     packs, is_pt = draft.get("packing"), draft.get("stage") == "pt"
     if packs is None:
+        # Its DataArguments set packing with neat_packing, and its parser with stage pt.
         packs = draft.get("neat_packing") or is_pt
     method = ("wrapped" if is_pt else "multipack") if packs else None
     shared.lay_rows(draft, draft.get("cutoff_len"), method, pairs=_prefers(draft))

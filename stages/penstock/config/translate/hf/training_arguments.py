@@ -127,6 +127,7 @@ def _deepspeed(entry: Entry) -> None:
     if stage:
         entry.put("train.zero_stage", stage)
     else:
+        # Stage 0 of DeepSpeed shards nothing.
         entry.put("train.data_parallel_mode", "ddp")
     entry.approximated("only the ZeRO stage of the file is used, from its name or the mapping")
 
@@ -137,6 +138,7 @@ def _fsdp(entry: Entry) -> None:
         entry.no_effect("is off")
         return
     entry.put("train.data_parallel_mode", "fsdp2")
+    # SHARD_GRAD_OP keeps weights gathered from the forward to the backward pass, as ZeRO 2 does.
     entry.put("train.zero_stage", 2 if "shard_grad_op" in options else 3)
     if "offload" in options:
         entry.put("train.enable_fsdp_offload", True)
@@ -145,6 +147,7 @@ def _fsdp(entry: Entry) -> None:
 def determinism(entry: Entry) -> None:
     """`full_determinism`, which makes kernels wait there too."""
     entry.put("train.enable_full_determinism", bool(entry.value))
+    # enable_full_determinism of transformers 5.23 sets CUDA_LAUNCH_BLOCKING=1.
     if entry.value:
         entry.put("train.allow_cuda_launch_blocking", True)
 

@@ -104,6 +104,7 @@ def put_architecture(draft: Draft) -> None:
     if model_type in ("glm4_moe", "nemotron", "stablelm"):
         entries["rope_parameters.partial_rotary_factor"] = share
     if model_type == "glm4_moe":
+        # Its layers have experts from this one on, so none has.
         entries["first_k_dense_replace"] = draft.value(f"{FOUNDATION}.num_hidden_layers")
     for name, value in entries.items():
         draft.put(f"{FOUNDATION}.{name}", value)

@@ -127,10 +127,13 @@ def _schedule(entry: Entry) -> None:
         return
     if name == FALLS_TO_ZERO:
         entry.put("train.lr_min", 0.0)
+    # NeMo's WarmupPolicy warms up by (step + 1) / (warmup + 1). A cosine with a tail is Megatron's,
+    # whose warmup begins at 0.
     starts_at_zero = name in (FALLS_TO_ZERO, "NoamAnnealing") or (
         name == "CosineAnnealing" and entry.get(f"{SCHEDULE}.constant_steps")
     )
     warms = entry.get(f"{SCHEDULE}.warmup_steps") or entry.get(f"{SCHEDULE}.warmup_ratio")
+    # InverseSquareRootAnnealing divides by step + 1 without a warmup, too.
     if not starts_at_zero and (warms or name == "InverseSquareRootAnnealing"):
         entry.put(WARMUP_STYLE, "plus_one")
 
@@ -138,6 +141,7 @@ def _schedule(entry: Entry) -> None:
 def _warmup_ratio(entry: Entry) -> None:
     steps = entry.get("trainer.max_steps")
     if isinstance(steps, int) and isinstance(entry.value, int | float):
+        # Rounded down, as in NeMo: int(warmup_ratio * max_steps).
         entry.put("train.lr_warmup_steps", int(entry.value * steps))
     else:
         entry.put("train.lr_warmup_ratio", entry.value)
@@ -148,6 +152,7 @@ def _least_rate(entry: Entry) -> None:
     if name in (FALLS_TO_ZERO, *PYTORCHS):
         entry.no_effect(f"{name} falls towards 0")
         return
+    # Of NeMo's schedules this one alone has a floor unasked: min_lr=1e-5.
     if entry.is_assumed and name == "SquareAnnealing":
         entry.line.value = 1e-5
     entry.put("train.lr_min", entry.line.value)

@@ -40,6 +40,7 @@ class ApiKeys:
         if not key:
             scheme, _, token = headers.get("authorization", "").partition(" ")
             key = token.strip() if scheme.lower() == "bearer" else ""
+        # Hashed, because compare_digest takes another time for texts of other lengths.
         digest = hashlib.sha256(key.encode()).digest()
         matching_owner = ""
         # Compare with all keys in constant time, so that timing reveals nothing.

@@ -133,6 +133,7 @@ def json_of_failure(failure: Failure) -> dict[str, Any]:
 def encode(encoded: Mapping[str, Any]) -> bytes:
     """Encode as JSON; an error if a number is not finite."""
     try:
+        # By default Python writes NaN, which is no JSON.
         return json.dumps(encoded, allow_nan=False, separators=(",", ":")).encode()
     except ValueError:
         failure = Failure(id="", error=NOT_FINITE, category="unknown", code="not_finite")
