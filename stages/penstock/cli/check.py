@@ -156,7 +156,7 @@ def _run_checks(run: RunConfig) -> tuple[RunConfig, list[CheckResult]]:
     if run.data.val_set_size and len(counts) == len(run.data.read_datasets):
         check = partial(_check_validation_size, run, sum(counts.values()))
         _run_check(results, "data.val_set_size", check)
-    typed = run.model_copy(update={"data": run.data.model_copy(update=typed_datasets)})
+    typed = run.with_fields("data", **typed_datasets)
     # Rules on dataset types, which were not known when the file was loaded.
     ruled = [
         CheckResult(dotted(fault.path), "fault", fault.text, 2) for fault in rule_violations(typed)

@@ -151,8 +151,8 @@ class Train(Stage):
         path, run = self.run_config.train.load_checkpoint_path, self.run_config
         if not self.checkpoint or not path or not is_url(path):
             return run
-        local_path = {"load_checkpoint_path": str(local_folder(path, self.checkpoint))}
-        return run.model_copy(update={"train": run.train.model_copy(update=local_path)})
+        local_path = str(local_folder(path, self.checkpoint))
+        return run.with_fields("train", load_checkpoint_path=local_path)
 
     def _where(self, out: Path) -> str:
         output_dir = self.run_config.train.output_dir

@@ -220,7 +220,7 @@ def _full_training(chosen: ChosenConfig, data: OwnData) -> tuple[int | None, boo
 def _with_estimated_rows(run: RunConfig, data: OwnData) -> RunConfig:
     per_step = rows_per_step_to_pack(run)
     length = fitted_row_length(data.sizes, LONGEST_ROW, SHORTEST, per_step)
-    return run.model_copy(update={"data": run.data.with_row_length(length)})
+    return run.with_row_length(length)
 
 
 def _choose_rows(chosen: ChosenConfig, data: OwnData) -> None:

@@ -34,7 +34,7 @@ def print_launch(
         )
     run, has_endpoint = _load(request)
     if run.launch.nproc_per_node == "auto" and target.gpus is not None:
-        run = _with_ranks(run, max(1, target.gpus))
+        run = run.with_fields("launch", nproc_per_node=max(1, target.gpus))
     if run.launch.nproc_per_node != "auto":
         check_layout(run)
     texts: dict[str, str] = {}
@@ -78,7 +78,7 @@ def _launch_text(
         gpus = target.gpus if target.gpus is not None or nproc == "auto" else nproc
         return slurm_script(run, request, ranks=nproc, gpus=gpus, cpus=target.cpus)
     ranks = _ranks_per_node(run)
-    check_layout(_with_ranks(run, ranks))
+    check_layout(run.with_fields("launch", nproc_per_node=ranks))
     gpus = ranks if target.gpus is None else target.gpus
     if not target.image:
         raise ConfigError(
@@ -95,9 +95,7 @@ def _torchrun_lines(run: RunConfig, request: Request) -> str:
     """
     lines: list[str] = []
     for number in range(run.launch.nnodes):
-        local_run = run.model_copy(
-            update={"launch": run.launch.model_copy(update={"node_rank": number})}
-        )
+        local_run = run.with_fields("launch", node_rank=number)
         command = [
             *("env", *(f"{name}={value}" for name, value in build_environment(local_run).items())),
             *("torchrun", *torchrun_arguments_by_hand(local_run)),
@@ -106,11 +104,6 @@ def _torchrun_lines(run: RunConfig, request: Request) -> str:
         title = f"# machine {number}\n" if run.launch.nnodes > 1 else ""
         lines.append(f"{title}{shlex.join(command)}\n")
     return "".join(lines)
-
-
-def _with_ranks(run: RunConfig, ranks: int) -> RunConfig:
-    launch = run.launch.model_copy(update={"nproc_per_node": ranks})
-    return run.model_copy(update={"launch": launch})
 
 
 def _ranks_per_node(run: RunConfig) -> int:

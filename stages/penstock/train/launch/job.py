@@ -129,17 +129,13 @@ class Job:
         job = _job_fields().validate_python(read_job(path))
         if job.row_length is None:
             return job
-        return replace(job, config=_with_row_length(job.config, job.row_length))
+        return replace(job, config=job.config.with_row_length(job.row_length))
 
 
 @cache
 def _job_fields() -> TypeAdapter[Job]:
     # Built on first use: with the schema of the whole config, which takes 40 ms.
     return TypeAdapter(Job)
-
-
-def _with_row_length(config: RunConfig, row_length: int) -> RunConfig:
-    return config.model_copy(update={"data": config.data.with_row_length(row_length)})
 
 
 def read_job(path: Path) -> Record:
@@ -201,7 +197,7 @@ def build_job(
         # Missing in artifacts packed by earlier versions, which used the default.
         row_length = facts.get("row_length", {}).get("train")
     if row_length is not None:
-        config = _with_row_length(config, row_length)
+        config = config.with_row_length(row_length)
     return Job(
         key=key,
         config=config,
