@@ -1,11 +1,10 @@
-"""Tokens per CPU second that a model writes: `python -m tests.bench.bench_generation`.
+"""Tokens generated per CPU second: `python -m tests.bench.bench_generation [MODEL]`.
 
-Ours beside transformers' own `generate` with its cache, in turn on one thread: a Qwen3 of eight
-layers with a real vocabulary's size, and the same prompts of uneven lengths, which transformers
-pads on the left. Both write the same number of tokens, drawn at temperature 1 or the likeliest; of
-the likeliest the tokens are compared. The last rows are of one prompt alone, and of many answers to
-one prompt; and of a few prompts as they are answered while a model is trained, with keys and values
-kept, and with every token computed anew in each pass.
+Ours beside transformers' `generate` with its cache, in turn on one thread: a Qwen3 of eight layers
+with a real vocabulary's size, or the model of a folder, and the same prompts of uneven lengths,
+which transformers pads on the left. Both generate the same number of tokens, sampled at temperature
+1 or greedily; greedy tokens are compared. Further rows: one prompt alone, many completions of one
+prompt, and a few prompts with and without the KV cache.
 """
 
 import contextlib
@@ -13,6 +12,7 @@ import os
 import platform
 import sys
 import tempfile
+from collections.abc import Callable
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -58,12 +58,13 @@ CASES = {
     "16 prompts, sampled": Case((200, 30, 120, 7, 65, 150, 90, 12) * 2, 1, 64, 1),
     "1 prompt, sampled": Case((120,), 1, 64, 1),
     "1 prompt, 32 completions, sampled": Case((400,), 32, 64, 1),
+    "1 prompt of 512, 8 completions": Case((512,), 8, 64, 1),
 }
-ON_THE_WAY = Case((40, 25, 60, 33), 1, 64, 0)
+FEW_PROMPTS = Case((40, 25, 60, 33), 1, 64, 0)
 
 
 def prompts_of(case: Case) -> list[list[int]]:
-    """Random tokens."""
+    """Random tokens, which both vocabularies have."""
     rng = np.random.default_rng(0)
     return [rng.integers(0, MODEL["vocab_size"], size=size).tolist() for size in case.lengths]
 
@@ -72,7 +73,8 @@ def ours(generator: Generator, case: Case) -> list[list[int]]:
     """The answers, one after another."""
     how = SamplingParams(max_tokens=case.new, temperature=case.temperature, seed=0)
     prompts = [Prompt(ids, how, num_completions=case.answers) for ids in prompts_of(case)]
-    return [one.tokens for each in generator.generate(prompts) for one in each.completions]
+    outputs = generator.generate(prompts)
+    return [completion.tokens for output in outputs for completion in output.completions]
 
 
 @torch.no_grad()
@@ -84,7 +86,7 @@ def theirs(model: Any, case: Case) -> list[list[int]]:
     ids = torch.tensor([[0] * (width - len(prompt)) + prompt for prompt in prompts], device=device)
     mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=device)
     draws = {"do_sample": True, "temperature": case.temperature, "top_k": 0}
-    given = model.generate(
+    output_ids = model.generate(
         ids,
         attention_mask=mask,
         max_new_tokens=case.new,
@@ -94,36 +96,37 @@ def theirs(model: Any, case: Case) -> list[list[int]]:
         eos_token_id=None,
         **(draws if case.temperature else {"do_sample": False}),
     )
-    return given[:, width:].tolist()
+    return output_ids[:, width:].tolist()
 
 
 def main() -> None:
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as place, contextlib.redirect_stdout(sys.stderr):
-        folder = Path(place)
-        write_model(folder / "model", **MODEL)
+    with tempfile.TemporaryDirectory() as temporary, contextlib.redirect_stdout(sys.stderr):
+        folder = Path(temporary)
+        if len(sys.argv) > 1:
+            (folder / "model").symlink_to(Path(sys.argv[1]).resolve())
+        else:
+            write_model(folder / "model", **MODEL)
         generator = built_of(job_of(folder, "run")).generator
         model = read_model(folder / "model")
-        lines = [f"{'tokens per CPU second':30} {'penstock':>8} {'transformers':>12} {'ratio':>6}"]
+        lines = [f"{'tokens per CPU second':34} {'penstock':>8} {'transformers':>12} {'ratio':>6}"]
         for name, case in CASES.items():
             if not case.temperature and ours(generator, case) != theirs(model, case):
-                sys.exit(f"{name}: the two write other tokens")
-            works = {"ours": partial(ours, generator, case), "theirs": partial(theirs, model, case)}
-            tokens = len(case.lengths) * case.answers * case.new
-            mine, other = (tokens / spent for spent in medians(works, processor_seconds).values())
-            lines.append(f"{name:30} {mine:8.0f} {other:12.0f} {mine / other:6.2f}")
-            sys.stderr.write(lines[-1] + "\n")
-        anew = replace(generator, max_cached_length=0)
-        if ours(generator, ON_THE_WAY) != ours(anew, ON_THE_WAY):
-            sys.exit("what is kept changes what is written")
-        works = {
-            name: partial(ours, each, ON_THE_WAY) for name, each in (("k", generator), ("a", anew))
+                sys.exit(f"{name}: the tokens differ")
+            calls = {"ours": partial(ours, generator, case), "theirs": partial(theirs, model, case)}
+            lines.append(row(name, case, calls))
+        uncached = replace(generator, max_cached_length=0)
+        if ours(generator, FEW_PROMPTS) != ours(uncached, FEW_PROMPTS):
+            sys.exit("the KV cache changes the tokens")
+        calls = {
+            name: partial(ours, variant, FEW_PROMPTS)
+            for name, variant in (("cached", generator), ("uncached", uncached))
         }
-        tokens = len(ON_THE_WAY.lengths) * ON_THE_WAY.new
-        kept, again = (tokens / spent for spent in medians(works, processor_seconds).values())
-        lines += ["", f"{'4 prompts, greedy':30} {'KV cache':>8} {'no cache':>12} {'ratio':>6}"]
-        lines.append(f"{'':30} {kept:8.0f} {again:12.0f} {kept / again:6.2f}")
+        lines += ["", f"{'':34} {'KV cache':>8} {'no cache':>12} {'ratio':>6}"]
+        lines.append(row("4 prompts, greedy", FEW_PROMPTS, calls))
     print("\n".join(lines))
+    if len(sys.argv) > 1:
+        return
     machine = f"{platform.machine()}, {os.cpu_count()} CPUs, PyTorch {torch.__version__}."
     write_section(
         "cpu",
@@ -138,6 +141,15 @@ def main() -> None:
             *["```", *lines, "```"],
         ],
     )
+
+
+def row(name: str, case: Case, calls: dict[str, Callable[[], list[list[int]]]]) -> str:
+    """A line of the table: tokens per CPU second of two ways, and their ratio."""
+    tokens = len(case.lengths) * case.answers * case.new
+    first, second = (tokens / spent for spent in medians(calls, processor_seconds).values())
+    line = f"{name:34} {first:8.0f} {second:12.0f} {first / second:6.2f}"
+    sys.stderr.write(line + "\n")
+    return line
 
 
 if __name__ == "__main__":

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import torch
 import torch.distributed as dist
-from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.core import env
 from penstock.core.files import read_json, write_json
@@ -48,10 +47,9 @@ def take(path: str, job: DryRunJob, trace: Trace) -> None:
     # Only now: kernels look for CUDA when they are imported.
     from penstock.engine.checkpoint.async_staging import StagingBuffers
     from penstock.engine.checkpoint.checkpoint_manager import CheckpointManager
-    from penstock.engine.generation.sampling import SamplingParams
-    from penstock.engine.generation.sequences import Prompt
     from penstock.estimate.dryrun.rank import BuiltRank, build_rank
     from penstock.estimate.dryrun.rows import synthetic_step
+    from tests.dryrun.generation import generate
     from tests.dryrun.server import server_step
 
     def evaluate(rank: BuiltRank) -> None:
@@ -61,17 +59,6 @@ def take(path: str, job: DryRunJob, trace: Trace) -> None:
 
     def score_completions(rank: BuiltRank) -> None:
         rank.built.sequence_logprobs.gather(synthetic_step(rank.run, 2))
-
-    def generate(rank: BuiltRank) -> None:
-        # Sampled tokens, their log-probs, and whether those are not finite.
-        FakeTensor.tolist = lambda self: torch.zeros(self.shape).tolist()  # pyright: ignore[reportAttributeAccessIssue]
-        sampling = SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9)
-        prompts = [
-            Prompt([5] * length, sampling, num_completions=2, needs_prompt_logprobs=True, top_k=2)
-            for length in (7, 40, 200, 9)
-        ]
-        outputs = rank.built.generator.generate(prompts)
-        assert [len(each.completions) for each in outputs] == [2] * 4
 
     def save(rank: BuiltRank) -> None:
         # Alone: the plans of several ranks are checked against each other.

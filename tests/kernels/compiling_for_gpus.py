@@ -139,6 +139,35 @@ def compile_max_logits() -> None:
         compiled(max_logits._max_logits, types, sizes, num_warps=4)
 
 
+def compile_paged_attention() -> None:
+    import torch
+
+    from penstock_kernels.attention.paged import triton as paged
+
+    # Llama 3 and Qwen3, gpt-oss, DeepSeek's latent vectors, and fp32.
+    models = (("*bf16", torch.bfloat16, 128, 4), ("*bf16", torch.bfloat16, 64, 8))
+    models += (("*bf16", torch.bfloat16, 576, 16), ("*fp32", torch.float32, 128, 4))
+    for (data, dtype, width, groups), is_decode, windowed, sinks in ways(
+        models, (True, False), (False, True), (None, "*bf16")
+    ):
+        sizes = paged.tile(width, groups, dtype, is_decode=is_decode)
+        splits = 8 if is_decode else 1
+        types = dict.fromkeys(("q_ptr", "k_ptr", "v_ptr"), data)
+        types |= dict.fromkeys(("tables_ptr", "starts_ptr", "counts_ptr"), "*i32")
+        types |= {"tiles_ptr": None if is_decode else "*i32", "sinks_ptr": sinks}
+        types |= {
+            "y_ptr": "*fp32" if is_decode else data,
+            "lse_ptr": "*fp32" if is_decode else None,
+        }
+        types |= {"scale": "fp32", "soft_cap": "fp32"}
+        constants = {"GROUPS": groups, **sizes, "PAGE": 64, "SPLIT": paged.SPLIT}
+        constants |= {"NUM_SPLITS": splits, "WINDOWED": windowed, "CAPPED": False, "UPCAST": False}
+        compiled(paged._paged_attention, types, constants, num_warps=paged.warps(sizes))
+    merged = {"parts_ptr": "*fp32", "lse_ptr": "*fp32", "sinks_ptr": "*bf16", "y_ptr": "*bf16"}
+    sizes = {"NUM_SPLITS": 8, "PADDED_SPLITS": 8, "WIDTH": 128}
+    compiled(paged._merge, merged, sizes, num_warps=4)
+
+
 def compile_sparse_attention() -> None:
     from penstock_kernels.sparse_attention import latent, triton_latent
     from penstock_kernels.sparse_attention import triton_select as select

@@ -67,6 +67,10 @@ KERNELS = {
         "sparse_attention.triton_select.score",
     },
     "max_logits": {"max_logits.triton._max_logits"},
+    "paged_attention": {
+        "attention.paged.triton._merge",
+        "attention.paged.triton._paged_attention",
+    },
     "linear_attention": {
         "linear_attention.triton_backward.make_gradients",
         "linear_attention.triton_backward.scan_gradients",

@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
+from torch import nn
 from torch.autograd.function import once_differentiable
 
 from penstock_kernels.cross_entropy.gradients import (
@@ -112,6 +113,17 @@ def linear_logits(products: Sequence[Product]) -> torch.Tensor:
     fp32, and their gradient is divided by its maximum, rounded, and multiplied by that maximum in
     fp32 after the matmul.
     """
+    rows_SK, matrix_VK = products[0]
+    kind = rows_SK.device.type
+    if (
+        len(products) == 1
+        and not torch.is_grad_enabled()
+        and torch.is_autocast_enabled(kind)
+        and torch.get_autocast_dtype(kind) == rows_SK.dtype
+    ):
+        # Autocast keeps its copy of a parameter until its outermost context ends: generation, with
+        # a context around all passes, casts the matrix once.
+        return nn.functional.linear(rows_SK, matrix_VK).to(precise(rows_SK))
     return _Logits.apply(*seen_by_autograd(products))
 
 

@@ -109,7 +109,10 @@ class ChatModel:
         prompt = Prompt(self.encode(messages), sampling)
         self.generator.require_possible("the conversation", prompt)
         try:
-            [answered] = self.generator.generate([prompt], between=check_stop, on_token=on_token)
+            # A turn begins with the turns before it.
+            [answered] = self.generator.generate(
+                [prompt], between=check_stop, on_token=on_token, weights_version="loaded"
+            )
             ended = str(answered.completions[0].finish_reason)
         except StoppedError:
             ended = "interrupted"

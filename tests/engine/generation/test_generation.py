@@ -231,9 +231,10 @@ MANY = [
 ]
 LITTLE_ROOM = {
     "all at once": {},
-    "in turn": {"kv_cache_tokens": 1},
-    "some at a time": {"kv_cache_tokens": 200},
+    "in turn": {"kv_cache_tokens": 1, "page_size": 4},
+    "some at a time": {"kv_cache_tokens": 200, "page_size": 4},
     "prompts one by one": {"prefill_tokens": 1},
+    "prompts in chunks": {"prefill_tokens": 13, "page_size": 16},
 }
 
 

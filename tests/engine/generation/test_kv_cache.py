@@ -1,4 +1,4 @@
-"""What is kept of sequences that come, grow and end: all of it, and no more room than is needed."""
+"""Pages of sequences that come, are forked, grow, wait again and end: each has its own tokens."""
 
 import random
 from contextlib import nullcontext
@@ -14,132 +14,145 @@ from penstock.engine.distributed.device_mesh import Mesh
 from penstock.engine.distributed.parallel_dims import ParallelDims
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.generation.batching import Limits, PagedDecode
 from penstock.engine.generation.generator import build_generator
-from penstock.engine.generation.kv_cache import (
-    ALLOCATION_STEP,
-    KVCache,
-    Prefill,
-    decode_segments,
-    prefill_segments,
-)
+from penstock.engine.generation.kv_cache import KVCache, PagedPass, Prefill
+from penstock.engine.generation.page_pool import PagePool, prefix_keys
+from penstock.engine.generation.sampling import SamplingParams
+from penstock.engine.generation.sequences import DecodingSequence, Prompt
 from penstock.models.decoder import Decoder, PipelineStageModules
 from penstock.models.registry import get_family
 from penstock_kernels.attention import VarlenMetadata
+from penstock_kernels.attention.paged.reference import gather_keys
 from tests.engine import runs
 from tests.engine.predicting import PREDICTING
 
-K, H = 2, 3
 CPU = torch.device("cpu")
 
 
-def entries(count):
-    return torch.randn(count, K, H), torch.randn(count, K, H)
-
-
-class Kept:
-    """The cache of one layer, beside what it is to hold."""
-
-    def __init__(self, capacity):
-        self.cache = KVCache(capacity)
-        self.wanted = []
-
-    def begin(self, lengths, rows):
-        plain = VarlenMetadata.of(lengths)
-        k_TKH, v_TKH = entries(sum(lengths))
-        segments = prefill_segments(plain, self.cache, rows, CPU)
-        if isinstance(segments, Prefill):
-            segments.store(k_TKH, v_TKH)
-        parts = zip(k_TKH.split(lengths), v_TKH.split(lengths), rows, strict=True)
-        self.wanted += [(k, v) for k, v, copies in parts for _ in range(copies)]
-
-    def go_on(self):
-        rows = len(self.wanted)
-        k_BKH, v_BKH = entries(rows)
-        segments = decode_segments(VarlenMetadata.of([1] * rows), self.cache)
-        y_BNH = segments.attend(torch.randn(rows, K, H), k_BKH, v_BKH, 1.0, None, None)
-        assert y_BNH.isfinite().all()
-        self.wanted = [
-            (torch.cat((k, k_BKH[row : row + 1])), torch.cat((v, v_BKH[row : row + 1])))
-            for row, (k, v) in enumerate(self.wanted)
+def drawn_sequences(dice: random.Random) -> list[DecodingSequence]:
+    """Completions of prompts, of which some begin with the same tokens."""
+    beginning = [dice.randrange(50) for _ in range(30)]
+    sequences: list[DecodingSequence] = []
+    for number in range(dice.randint(2, 8)):
+        tokens = [
+            *beginning[: dice.choice((0, 9, 30))],
+            *(dice.randrange(50) for _ in range(dice.randint(1, 25))),
         ]
-
-    def drop(self, row):
-        self.cache.free(row)
-        self.wanted[row] = self.wanted[-1]
-        self.wanted.pop()
-
-    def check(self):
-        assert self.cache.lengths == [len(k) for k, _ in self.wanted]
-        if not self.wanted:
-            return
-        found = self.cache.layer(0, entries(0))
-        for row, its in enumerate(self.wanted):
-            for x_BKCH, x_TKH in zip(found, its, strict=True):
-                assert torch.equal(x_BKCH[row, :, : len(x_TKH)], x_TKH.transpose(0, 1))
-
-    @property
-    def room(self):
-        k_BKCH, _ = self.cache.layer(0, entries(0))
-        return k_BKCH.shape[0] * k_BKCH.shape[2]
+        prompt = Prompt(tokens, SamplingParams(), num_completions=dice.choice((1, 1, 2, 5)))
+        for sample in range(prompt.num_completions):
+            most = dice.choice((1, 2, 17, 40))
+            sequences.append(DecodingSequence(len(sequences), number, prompt, sample, most, 0))
+    return sequences
 
 
-def test_rows_that_come_grow_and_end_are_kept_as_they_are():
-    torch.manual_seed(0)
-    chance = random.Random(0)
-    kept = Kept(4000)
-    for _ in range(300):
-        doing = chance.random()
-        kept.cache.longest = max([*kept.cache.lengths, 0]) + 200
-        if doing < 0.2 or not kept.wanted:
-            lengths = [chance.randint(1, 150) for _ in range(chance.randint(1, 3))]
-            kept.begin(lengths, [1, *(chance.randint(0, 2) for _ in lengths[1:])])
-        elif doing < 0.75:
-            kept.go_on()
-        else:
-            kept.drop(chance.randrange(len(kept.wanted)))
-        kept.check()
+class Recorder:
+    """Stands in for the layers of a model: a token's key is its number and its position."""
+
+    def __init__(self, windows):
+        self.windows = windows
+        self.computed = 0
+        self.seen = []
+        """Of each sequence in the last pass: window, first visible token, and the tokens."""
+
+    def run(self, batch) -> None:
+        ids, positions = batch.batch.input_ids_T, batch.batch.position_ids_T
+        segments = batch.segments(VarlenMetadata.of(batch.batch.lengths))
+        x_T1H = torch.stack((ids, positions), -1).float().unsqueeze(1)
+        self.computed += batch.batch.num_tokens
+        for window in self.windows:
+            if isinstance(segments, Prefill):
+                segments.store(x_T1H, x_T1H, window)
+            elif isinstance(segments, PagedPass):
+                segments.attend(x_T1H, x_T1H, x_T1H, 1.0, window, None)
+                self.check(
+                    segments,
+                    window,
+                    segments.cache.layer(self.windows.index(window), (), window).parts[0],
+                )
+
+    def check(self, segments, window, x_PS1H):
+        sequences = segments.sequences[window]
+        for number, count in enumerate(sequences.num_keys):
+            first = sequences.first_key(number, window)
+            keys = gather_keys(x_PS1H, sequences, number, first)[:, 0]
+            assert keys[:, 1].tolist() == list(range(first, count))
+            self.seen.append((window, first, tuple(keys[:, 0].int().tolist())))
 
 
-def test_room_for_one_long_row_is_not_kept_for_each_of_many_short_ones():
-    kept = Kept(10_000)
-    kept.cache.longest = 8000
-    kept.begin([7000], [1])
-    kept.drop(0)
-    kept.cache.longest = 100
-    kept.begin([90] * 100, [1] * 100)
-    assert kept.room <= 100 * (100 + ALLOCATION_STEP)
-    for _ in range(100):
-        kept.drop(0)
-    kept.cache.longest = 9000
-    kept.begin([8000], [1])
-    assert kept.room <= 10_000 + 2 * ALLOCATION_STEP
+@pytest.mark.parametrize("windows", [(None,), (7, None), (5,)], ids=str)
+@pytest.mark.parametrize("adjacent", [True, False], ids=["adjacent", "any"])
+def test_each_sequence_reads_its_own_tokens_in_order_whatever_the_others_do(windows, adjacent):
+    for seed in range(8):
+        dice = random.Random(seed)
+        sequences = drawn_sequences(dice)
+        longest = max(seq.max_length for seq in sequences)
+        size = dice.choice((1, 4, 16))
+        total = -(-longest // size) + 1 + dice.choice((0, 3, 40, 400))
+        cache = KVCache(dict.fromkeys(windows, total), size, adjacent=adjacent)
+        limits = Limits(dice.choice((1, 3, 100)), dice.choice((1, 10, 1000)), 1, True)
+        batches = PagedDecode(sequences, limits, cache, CPU, lambda x: x)
+        recorder = Recorder(windows)
+        while batch := batches.next_batch():
+            recorder.seen = []
+            recorder.run(batch)
+            for group in batch.after:
+                for seq in group:
+                    # Read before the next token: the last query of each sequence sees its tokens.
+                    tokens = [*seq.prompt.tokens, *seq.tokens]
+                    if recorder.seen and seq.tokens:
+                        for window in windows:
+                            first = 0 if window is None else max(0, len(tokens) - window)
+                            assert any(
+                                w == window and tuple(tokens[first:]) == read[first - begin :]
+                                for w, begin, read in recorder.seen
+                                if begin <= first
+                            )
+                    seq.append(dice.randrange(50), 0.0, None)
+            batches.remove_finished()
+        assert all(seq.finish_reason for seq in sequences)
+        for pool in cache.pools.values():
+            assert pool.available == pool.count
 
 
-def test_no_more_room_is_made_than_rows_may_come_to():
-    kept = Kept(1000)
-    kept.cache.longest = 130
-    kept.begin([100] * 5, [1] * 5)
-    for _ in range(30):
-        kept.go_on()
-        assert kept.room <= 5 * (130 + ALLOCATION_STEP)
+def test_pages_are_counted_found_again_and_given_away_last_used_first():
+    pool = PagePool(4, adjacent=True)
+    first, second = pool.take(), pool.take(0)
+    assert (first, second) == (0, 1)
+    keys = prefix_keys(range(8), 4)
+    for page, key in zip((first, second), keys, strict=True):
+        pool.remember(page, key)
+    pool.share(first)
+    for page in (second, first, first):
+        pool.release(page)
+    assert pool.available == 4
+    assert [pool.find(key) for key in keys] == [0, 1]
+    pool.share(0)
+    assert pool.available == 3
+    others = [pool.take() for _ in range(3)]
+    assert sorted(others) == [1, 2, 3]
+    assert [pool.find(key) for key in keys] == [0, None]
+    with pytest.raises(KeyError):
+        pool.take()
 
 
-@pytest.mark.parametrize("window", [1, 4, 20, None])
-@pytest.mark.parametrize("lengths", [[9, 9], [3, 12, 7]], ids=["equal rows", "unequal rows"])
-def test_a_new_token_attends_to_itself_and_to_what_its_window_reaches(window, lengths):
-    kept = Kept(1000)
-    kept.cache.longest = 100
-    kept.begin(lengths, [1] * len(lengths))
-    rows = len(lengths)
-    q_BNH, (k_BKH, v_BKH) = torch.randn(rows, K, H), entries(rows)
-    segments = decode_segments(VarlenMetadata.of([1] * rows), kept.cache)
-    y_BNH = segments.attend(q_BNH, k_BKH, v_BKH, 0.5, window, None)
-    for row, (k_TKH, v_TKH) in enumerate(kept.wanted):
-        reach = slice(-(window or 100), None)
-        k_TKH = torch.cat((k_TKH, k_BKH[row : row + 1]))[reach]
-        v_TKH = torch.cat((v_TKH, v_BKH[row : row + 1]))[reach]
-        shares_KT = (torch.einsum("kh,tkh->kt", q_BNH[row], k_TKH) * 0.5).softmax(-1)
-        torch.testing.assert_close(y_BNH[row], torch.einsum("kt,tkh->kh", shares_KT, v_TKH))
+def test_prompts_that_begin_alike_are_computed_once_where_they_do():
+    beginning = list(range(100, 140))
+    sequences = [
+        DecodingSequence(number, number, Prompt([*beginning, number]), 0, 3, 0)
+        for number in range(4)
+    ]
+    cache = KVCache({None: 100}, 4, adjacent=True)
+    batches = PagedDecode(sequences, Limits(10, 1000, 1, True), cache, CPU, lambda x: x)
+    recorder = Recorder([None])
+    while batch := batches.next_batch():
+        recorder.seen = []
+        recorder.run(batch)
+        for [seq] in batch.after:
+            seq.append(7, 0.0, None)
+        batches.remove_finished()
+    # The prompt of the first, a last token of each other, and two decoded tokens of each.
+    assert recorder.computed == 41 + 3 + 4 * 2
 
 
 def test_a_pipeline_stage_has_room_for_the_keys_of_its_own_layers_that_generate():
@@ -159,7 +172,7 @@ def test_a_pipeline_stage_has_room_for_the_keys_of_its_own_layers_that_generate(
         logits: Any = None  # no token is generated
         return build_generator(train, layout, ranks, logits).kv_cache_bytes_per_token
 
-    whole = bytes_per_token(0, 1, 2, has_embedding=True, has_head=True)
-    first = bytes_per_token(0, has_embedding=True, has_head=False)
-    last = bytes_per_token(1, 2, has_embedding=False, has_head=True)
+    whole = bytes_per_token(0, 1, 2, has_embedding=True, has_head=True)[None]
+    first = bytes_per_token(0, has_embedding=True, has_head=False)[None]
+    last = bytes_per_token(1, 2, has_embedding=False, has_head=True)[None]
     assert first == last == whole / 2 > 0

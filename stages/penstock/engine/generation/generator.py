@@ -10,9 +10,9 @@ vocabulary.
 """
 
 import secrets
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import NamedTuple
 
@@ -29,10 +29,11 @@ from penstock.engine.distributed.vocab_parallel import LogitsFn
 from penstock.engine.generation.batching import (
     ForwardBatch,
     FullRecomputeDecode,
-    KVCachedDecode,
     Limits,
+    PagedDecode,
     padding_pass,
 )
+from penstock.engine.generation.kv_cache import KVCache, Window
 from penstock.engine.generation.logprobs import PromptLogprobs, TopLogprobs
 from penstock.engine.generation.sampling import sample_token
 from penstock.engine.generation.sequences import (
@@ -51,6 +52,14 @@ from penstock_kernels.to_device import to_device
 FP32 = 4
 KV_CACHE_TOKENS = 1 << 17
 PREFILL_TOKENS = 1 << 13
+PAGE_SIZE = 64
+RUNNING = 256
+"""Sequences that are decoded together, at most."""
+ROOM_TO_GROW = 4
+"""On a CPU, where memory is not used before it is written, tables get address space to grow in one
+piece."""
+KEPT_TOKENS = 1 << 15
+"""Capacity of a KV cache that is kept between calls, at least."""
 
 
 class NotFiniteError(PenstockError):
@@ -72,6 +81,16 @@ class PassResults(NamedTuple):
     completion_logprobs: TopLogprobs
 
 
+class _CacheMemory(NamedTuple):
+    """A KV cache, and what has room in it."""
+
+    running: int
+    """Sequences that are decoded together, at most."""
+    cache: KVCache
+    max_length: int
+    """Tokens of a sequence that has the cache to itself."""
+
+
 @dataclass(frozen=True)
 class Generator:
     """Generates with the model in training."""
@@ -83,8 +102,10 @@ class Generator:
     max_cached_length: float
     """The longest sequence, prompt included, that uses the KV cache; longer ones are recomputed for
     each token."""
-    kv_cache_bytes_per_token: int
-    """On this rank."""
+    kv_cache_bytes_per_token: Mapping[Window, int]
+    """On this rank, by the windows of the whole model's layers."""
+    splits_prompts: bool = True
+    """Whether all layers can go on from cached tokens in passes of several tokens."""
     state_bytes: int = 0
     """Bytes of the states of layers for a sequence on this rank."""
     eager_context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -92,7 +113,11 @@ class Generator:
     kv_cache_tokens: int = KV_CACHE_TOKENS
     """KV cache capacity of a replica in tokens, limited to half of the GPU's free memory; other
     sequences wait."""
+    page_size: int = PAGE_SIZE
+    """Tokens of a page of the KV cache."""
     prefill_tokens: int = PREFILL_TOKENS
+    # A list, because the class is frozen: nothing, or the cache of the last call that keeps it.
+    _memory: list[_CacheMemory] = field(default_factory=list, init=False, repr=False)
 
     @torch.no_grad()
     def generate(
@@ -102,6 +127,7 @@ class Generator:
         *,
         between: Callable[[], None] = lambda: None,
         on_token: OnToken = lambda _prompt, _token: None,
+        weights_version: str | None = None,
     ) -> list[GenerationOutput]:
         """Generate the completions of each prompt, on every rank; all ranks must pass the same
         prompts.
@@ -110,6 +136,10 @@ class Generator:
         the completions of the prompt, and not on other prompts. `decode` is needed for stop texts.
         `between` is called before each pass; an exception, raised on all ranks, ends the
         generation.
+
+        With a `weights_version`, which names the model's present weights, the KV cache is kept
+        until `release_cache`: what begins like the tokens of an earlier call with the same version
+        is not computed again.
 
         Raises:
             ConfigError: for a prompt that is empty, leaves no room in the model's context, or
@@ -121,8 +151,14 @@ class Generator:
         sequences = self._start_sequences(prompts)
         prompt_logprobs = PromptLogprobs(prompts, self.ranks.device)
         completion_logprobs = TopLogprobs()
-        passes = self._passes(sequences)
-        with self.eager_context(), self.layout.eval_mode():
+        passes = self._passes(sequences, weights_version)
+        # Around all passes: autocast keeps its copies of weights until the outermost context ends.
+        with (
+            self._releasing_on_error(),
+            self.layout.autocast(),
+            self.eager_context(),
+            self.layout.eval_mode(),
+        ):
             # Alike on every rank, because each appends the tokens of all.
             while not all(seq.finish_reason for seq in sequences):
                 between()
@@ -182,38 +218,80 @@ class Generator:
                 "  Give stop tokens."
             )
 
+    def release_cache(self) -> None:
+        """Free the memory of a KV cache that was kept."""
+        self._memory.clear()
+
+    @contextmanager
+    def _releasing_on_error(self) -> Iterator[None]:
+        try:
+            yield
+        except BaseException:
+            # Sequences that have not ended have pages, which nobody would give back.
+            self.release_cache()
+            raise
+
     @property
     def _config(self) -> DecoderConfig:
         return self.layout.parts[0].config
 
     def _passes(
-        self, sequences: Sequence[DecodingSequence]
-    ) -> tuple[KVCachedDecode, FullRecomputeDecode]:
+        self, sequences: Sequence[DecodingSequence], weights_version: str | None
+    ) -> tuple[PagedDecode, FullRecomputeDecode]:
         # This replica's share is consecutive, so that completions of one prompt stay together.
         mesh = self.layout.mesh
         sequence_ids = shard_range(
             len(sequences), mesh.dims.num_replicas, mesh.index("replicate", "shard")
         )
         local_sequences = [sequences[number] for number in sequence_ids]
-        states = -(-self.state_bytes // max(1, self.kv_cache_bytes_per_token))
-        limits = Limits(self._cache_capacity(), self.prefill_tokens, self.multiple, states)
         cacheable = [seq for seq in local_sequences if seq.max_length <= self.max_cached_length]
         uncached = [seq for seq in local_sequences if seq.max_length > self.max_cached_length]
+        lengths = [seq.max_length for seq in cacheable]
+        running, cache, _ = self._find_memory(lengths, keeps=weights_version is not None)
+        salt = (weights_version or "").encode()
+        limits = Limits(running, self.prefill_tokens, self.multiple, self.splits_prompts, salt)
+        gather = self.layout.context.gather_tokens
         return (
-            KVCachedDecode(cacheable, limits, self.ranks.device, self.layout.context.gather_tokens),
+            PagedDecode(cacheable, limits, cache, self.ranks.device, gather),
             FullRecomputeDecode(uncached, limits),
         )
 
-    def _cache_capacity(self) -> int:
-        if self.ranks.device.type != "cuda":
-            return self.kv_cache_tokens
-        free, _ = torch.cuda.mem_get_info(self.ranks.device)
-        # What torch's allocator holds and has not given out is free as well.
-        cached = torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
-        # A pipeline stage may have no layer, and so no cache.
-        fits = (free + cached) // 2 // max(1, self.kv_cache_bytes_per_token)
-        # All ranks of a replica must admit the same sequences.
-        return min(self.kv_cache_tokens, -self.ranks.max_over_ranks(-fits)[0])
+    def _find_memory(self, lengths: Sequence[int], *, keeps: bool) -> _CacheMemory:
+        """Memory for sequences of these lengths: what is kept, if the longest has room there."""
+        if keeps and self._memory and self._memory[0].max_length >= max(lengths, default=0):
+            return self._memory[0]
+        self.release_cache()
+        memory = self._allocate(lengths, KEPT_TOKENS if keeps else 0)
+        if keeps:
+            self._memory.append(memory)
+        return memory
+
+    def _allocate(self, lengths: Sequence[int], least_tokens: int) -> _CacheMemory:
+        running, tokens = RUNNING, self.kv_cache_tokens
+        is_cuda = self.ranks.device.type == "cuda"
+        if is_cuda:
+            free, _ = torch.cuda.mem_get_info(self.ranks.device)
+            # What torch's allocator holds and has not given out is free as well.
+            free += torch.cuda.memory_reserved() - torch.cuda.memory_allocated()
+            # A pipeline stage may have no layer, and so no cache.
+            running = min(running, max(1, free // 4 // max(1, self.state_bytes)))
+            per_token = max(1, sum(self.kv_cache_bytes_per_token.values()))
+            tokens = min(tokens, (free // 2 - running * self.state_bytes) // per_token)
+            # All ranks of a replica must admit the same sequences.
+            least = self.ranks.max_over_ranks(-running, -tokens)
+            running, tokens = -least[0], -least[1]
+        # One sequence is always admitted. More than all of them need is not taken.
+        pages = [-(-length // self.page_size) + 1 for length in lengths]
+        needed = max(sum(pages) * (1 if is_cuda else ROOM_TO_GROW), least_tokens // self.page_size)
+        total = max(min(tokens // self.page_size, needed), max(pages, default=0))
+        num_pages: dict[Window, int] = {}
+        for window in self.kv_cache_bytes_per_token:
+            # Of a long sequence only the window is kept, and what is computed in one pass.
+            limit = running * (window or 0) + self.prefill_tokens
+            limit = -(-limit // self.page_size) + 2 * running
+            num_pages[window] = total if window is None else min(total, limit)
+        cache = KVCache(num_pages, self.page_size, adjacent=not is_cuda)
+        return _CacheMemory(running, cache, (total - 1) * self.page_size)
 
     def _start_sequences(self, prompts: Sequence[Prompt]) -> list[DecodingSequence]:
         # Rank 0's for all: the ranks of a replica must sample the same tokens.
@@ -254,6 +332,9 @@ class Generator:
         slots_T = self.layout.context.shard_tensor(batch.slots_T())
         places_S = (slots_T >= 0).nonzero().squeeze(1)
         after = [batch.after[slot] for slot in slots_T[places_S].tolist()]
+        if not after:
+            # A chunk of a prompt, or padding: the head's collectives need a row all the same.
+            places_S, after = torch.zeros(1, dtype=torch.int64), [[]]
         reduce = partial(self._sample, batch, self._to_device(places_S), after, results)
         call = self.layout.build_inputs(batch.batch, reduce, self.ranks.device)
         self.layout.forward_only(replace(call, segments=batch.segments(call.segments)))
@@ -273,6 +354,8 @@ class Generator:
             groups = after_S[start : start + len(chunk)]
             start += len(chunk)
             after = [seq for group in groups for seq in group]
+            if not after:
+                continue
             wide_CV = logits_CV.float()
             # The sequences of a prompt begin with the same logits, which are then computed once.
             if len(after) != len(groups):
@@ -330,7 +413,6 @@ def build_generator(
     blocks = [block for part in layout.parts for block in part.blocks]
     blocks = [block for block in blocks if not isinstance(block, PredictionLayer)]
     linear = sum(isinstance(block, Block) and block.mixer_name == LINEAR_ATTN for block in blocks)
-    layers = sum(not isinstance(block, Block) or block.mixer_name == SELF_ATTN for block in blocks)
     # Keys and values; the heads of different kinds of layers may have different sizes.
     numbers = max(
         2 * -(-kind.num_key_value_heads // split) * kind.head_dim for kind in config.layer_kinds
@@ -338,7 +420,15 @@ def build_generator(
     if config.latent:
         # One vector for all heads (DeepSeek-V2, arXiv:2405.04434, section 2.1).
         numbers = config.latent.cached_dim
-    numbers *= layers
+    numbers *= getattr(torch, train.computes_in).itemsize
+    layers = range(config.num_layers)
+    windows = [config.layer_window(i) for i in layers if config.layer_mixer(i) == SELF_ATTN]
+    # Also the kinds of layers of other pipeline stages: all have the same tables.
+    bytes_per_token: dict[Window, int] = dict.fromkeys(windows, 0)
+    for block in blocks:
+        if not isinstance(block, Block) or block.mixer_name == SELF_ATTN:
+            window = getattr(getattr(block, SELF_ATTN, None), "window", None)
+            bytes_per_token[window] = bytes_per_token.get(window, 0) + numbers
     state_size = 0
     if config.linear:
         local_heads = config.linear.heads_of_rank(degrees.tensor, degrees.ulysses)[-1]
@@ -350,7 +440,9 @@ def build_generator(
         logits,
         tokens_multiple(train),
         max_cached_length=config.cacheable_length if has_cache else 0,
-        kv_cache_bytes_per_token=numbers * getattr(torch, train.computes_in).itemsize,
+        kv_cache_bytes_per_token=bytes_per_token,
+        # Indexers and recurrent states have no passes that go on with several tokens.
+        splits_prompts=not (config.linear_layers or config.indexer),
         state_bytes=FP32 * linear * state_size,
         eager_context=(
             partial(torch.compiler.set_stance, "force_eager") if force_eager else nullcontext

@@ -1,126 +1,252 @@
-"""KV cache for generation: the cache, the passes that fill and read it, and attention over it.
+"""Paged KV cache for generation: pages of sequences, and the passes that fill and read them.
 
-T tokens of a pass, B sequences, C token slots per row, K key and value heads, N query heads, H head
+Layers of one kind, with one sliding window or none, share the tables of their pages. Layers with
+recurrent states keep one state for each running sequence.
+
+T tokens of a pass, B sequences, P pages of S tokens, K key and value heads, N query heads, H head
 width.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from itertools import accumulate, chain, count
+from typing import NamedTuple
 
 import torch
 
+from penstock.engine.generation.page_pool import PagePool, PrefixKey
 from penstock.models.layers.attention import AttentionFn, DecodeSegments, PrefillSegments
 from penstock.models.layers.autocast import as_autocast
 from penstock_kernels.attention import VarlenMetadata
-from penstock_kernels.attention.decode import decode_attention
+from penstock_kernels.attention.paged import PagedSequences, paged_attention
 from penstock_kernels.to_device import to_device
 
 STATES = "states of the current layer"
 
-ALLOCATION_STEP = 64
-
+Window = int | None
+"""A kind of layers: those with this sliding window, or without one."""
 
 GatherTokens = Callable[[torch.Tensor], torch.Tensor]
 """Returns all tokens of a pass, given those of this rank."""
 
 
+@dataclass
+class SequencePages:
+    """The pages of one sequence."""
+
+    tables: Mapping[Window, list[int]]
+    """Page numbers by position. Those before `first_page` are released."""
+    first_page: dict[Window, int]
+    length: int = 0
+    """Tokens that are in the cache, or will be after the pass that is being built."""
+
+
+class _Layer(NamedTuple):
+    window: Window
+    parts: tuple[torch.Tensor, ...]
+    """[P, S, K, H] each: keys and values, or one tensor for both."""
+
+
 class KVCache:
-    """The KV cache: one row per sequence, with rows in use first. Layers are identified by the
-    order in which their attention runs, which is the same in every pass."""
+    """The memory of all layers, and the pools of its pages."""
 
-    def __init__(self, capacity: int) -> None:
-        """`capacity` is in tokens over all rows; beyond it no spare memory is allocated."""
-        self._capacity = capacity
-        self.lengths: list[int] = []
-        # The largest number of tokens that any row may reach.
-        self.longest = 0
-        # The allocated size of every layer: rows, and token slots per row.
-        self._rows = self._slots = 0
-        self._layers: list[tuple[torch.Tensor, ...]] = []
-        # [rows, ...] of each layer that has any: their size does not grow with tokens.
+    def __init__(self, num_pages: Mapping[Window, int], page_size: int, *, adjacent: bool) -> None:
+        """`adjacent`: see `PagePool`."""
+        self.page_size = page_size
+        self.pools = {
+            window: PagePool(pages, adjacent=adjacent) for window, pages in num_pages.items()
+        }
+        # In the order in which attention runs, which is the same in every pass.
+        self._layers: list[_Layer] = []
+        self._copies: list[tuple[Window, int, int]] = []
+        # [rows, ...] of each layer that has any, with rows in use first.
         self._states: list[tuple[torch.Tensor, ...]] = []
+        self._state_rows = 0
 
-    def free(self, row: int) -> None:
-        """Free a row. The last row is moved into its place."""
-        last = len(self.lengths) - 1
-        if row != last:
-            length = self.lengths[last]
-            for x_BKCH in chain.from_iterable(self._layers):
-                x_BKCH[row, :, :length] = x_BKCH[last, :, :length]
-            for state in chain.from_iterable(self._states):
-                state[row] = state[last]
-        self.lengths[row] = self.lengths[last]
-        self.lengths.pop()
+    # Pages.
 
-    def reserve(self) -> None:
-        """Allocate enough memory in every layer for `lengths`."""
-        rows, longest = len(self.lengths), max(self.lengths)
-        if rows <= self._rows and longest <= self._slots:
-            return
-        # Width allocated for long rows is not kept for many rows, nor the other way round.
-        fits = longest <= self._slots <= _round_to_step(self.longest)
-        room = longest * 3 // 2 + ALLOCATION_STEP
-        room = _round_to_step(max(longest, min(room, self.longest)))
-        room = self._slots if fits else room
-        # Grow by half each time, so that the total cost of copies stays linear.
-        spare = self._rows if rows <= self._rows else rows * 3 // 2 if self._rows else rows
-        self._rows, self._slots = max(rows, min(spare, self._capacity // room)), room
-        for layer, tensors in enumerate(self._layers):
-            sizes = [(self._rows, x.shape[1], self._slots, x.shape[3]) for x in tensors]
-            self._layers[layer] = tuple(map(_resize, tensors, sizes))
-        for layer, tensors in enumerate(self._states):
-            sizes = [(self._rows, *state.shape[1:]) for state in tensors]
-            self._states[layer] = tuple(map(_resize, tensors, sizes))
+    def new_sequence(self) -> SequencePages:
+        return SequencePages({window: [] for window in self.pools}, dict.fromkeys(self.pools, 0))
 
-    def layer(self, layer: int, parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
-        """What a layer has cached of these parts [T, K, H], [B, K, C, H] each: keys and values.
-        They are allocated on first use with the device and dtype of the input."""
-        if layer == len(self._layers):
-            # Zeros: masked values are multiplied by 0 and must be finite.
-            self._layers.append(
-                tuple(
-                    as_autocast(part).new_zeros(
-                        (self._rows, part.shape[1], self._slots, part.shape[2])
-                    )
-                    for part in parts
-                )
+    def extend(
+        self, pages: SequencePages, tokens: int, first_reader: int, *, spare: int = 0
+    ) -> bool:
+        """Take pages for further tokens of a sequence; False if there are not enough, with `spare`
+        ones to be left, and nothing has changed.
+
+        `first_reader` is the position of the first token that will read this cache: what its
+        window hides needs no page.
+        """
+        size, end = self.page_size, pages.length + tokens
+        plans: dict[Window, tuple[range, bool]] = {}
+        for window, pool in self.pools.items():
+            table = pages.tables[window]
+            first = 0 if window is None else max(0, first_reader - window + 1) // size
+            new = range(max(len(table), first), -(-end // size))
+            # The last page is written again: only by its last sequence.
+            writes_shared = pages.length % size > 0 and pool.is_shared(table[-1])
+            if len(new) + writes_shared + spare > pool.available:
+                return False
+            plans[window] = new, writes_shared
+        for window, (new, writes_shared) in plans.items():
+            pool, table = self.pools[window], pages.tables[window]
+            if writes_shared:
+                page = pool.take(table[-1])
+                self._copies.append((window, table[-1], page))
+                pool.release(table[-1])
+                table[-1] = page
+            if new.start > len(table):
+                table += [0] * (new.start - len(table))
+                pages.first_page[window] = new.start
+            for _ in new:
+                has_page = len(table) > pages.first_page[window]
+                table.append(pool.take(table[-1] if has_page else None))
+        pages.length = end
+        return True
+
+    def drop_hidden(self, pages: SequencePages, first_reader: int) -> None:
+        """Release the pages that no token from `first_reader` on sees."""
+        for window, pool in self.pools.items():
+            if window is None:
+                continue
+            table, first = pages.tables[window], pages.first_page[window]
+            visible = max(
+                first, min(max(0, first_reader - window + 1) // self.page_size, len(table))
             )
-        return self._layers[layer]
+            for page in table[first:visible]:
+                pool.release(page)
+            pages.first_page[window] = visible
+
+    def fork(self, pages: SequencePages) -> SequencePages:
+        """A sequence with the same tokens so far. Pages are copied when one of both writes."""
+        for window, pool in self.pools.items():
+            for page in pages.tables[window][pages.first_page[window] :]:
+                pool.share(page)
+        tables = {window: list(table) for window, table in pages.tables.items()}
+        return SequencePages(tables, dict(pages.first_page), pages.length)
+
+    def free(self, pages: SequencePages) -> None:
+        for window, pool in self.pools.items():
+            # Backwards: of a prefix that is kept, the beginning is needed first.
+            for page in reversed(pages.tables[window][pages.first_page[window] :]):
+                pool.release(page)
+
+    def find_prefix(self, keys: Sequence[PrefixKey]) -> SequencePages | None:
+        """A sequence that begins with as many of these whole pages as are in the cache."""
+        size = self.page_size
+        hits = {window: [pool.find(key) for key in keys] for window, pool in self.pools.items()}
+        # Without a window a sequence needs all of its pages.
+        unbroken = [
+            pages.index(None) if None in pages else len(pages)
+            for window, pages in hits.items()
+            if window is None
+        ]
+        for num_pages in range(min(unbroken, default=len(keys)), 0, -1):
+            firsts = {
+                window: 0 if window is None else max(0, num_pages * size - window + 1) // size
+                for window in hits
+            }
+            if all(None not in pages[firsts[w] : num_pages] for w, pages in hits.items()):
+                break
+        else:
+            return None
+        result = self.new_sequence()
+        result.length = num_pages * size
+        for window, pool in self.pools.items():
+            first = result.first_page[window] = firsts[window]
+            table = result.tables[window]
+            table += [0] * first
+            for page in hits[window][first:num_pages]:
+                assert page is not None
+                pool.share(page)
+                table.append(page)
+        return result
+
+    def remember_prefix(self, pages: SequencePages, keys: Sequence[PrefixKey]) -> None:
+        """The num_pages pages of the sequence may be found by these keys."""
+        for window, pool in self.pools.items():
+            table, num_pages = pages.tables[window], pages.length // self.page_size
+            for number in range(pages.first_page[window], min(len(keys), num_pages)):
+                pool.remember(table[number], keys[number])
+
+    # Memory.
+
+    def copy_pages(self) -> None:
+        """Copy the pages that sequences no longer share."""
+        for window, source, target in self._copies:
+            for layer in self._layers:
+                if layer.window == window:
+                    for x_PSKH in layer.parts:
+                        x_PSKH[target] = x_PSKH[source]
+        self._copies.clear()
+
+    def layer(self, number: int, parts: Sequence[torch.Tensor], window: Window) -> _Layer:
+        """A layer's memory for parts like these, [T, K, H] each. It is allocated on first use with
+        the device and dtype of the input, and not written: no backend reads a slot before a token
+        is in it."""
+        if number == len(self._layers):
+            shape = self.pools[window].count, self.page_size
+            memory = (as_autocast(x).new_empty((*shape, *x.shape[1:])) for x in parts)
+            self._layers.append(_Layer(window, tuple(memory)))
+        return self._layers[number]
 
     def states(self, layer: int, like: Sequence[torch.Tensor] = ()) -> tuple[torch.Tensor, ...]:
         """The states of a layer, [rows, ...] each, by its order among those that have any. They are
         allocated on first use `like` the states of documents."""
         if layer == len(self._states):
             self._states.append(
-                tuple(tensor.new_zeros((self._rows, *tensor.shape[1:])) for tensor in like)
+                tuple(tensor.new_zeros((self._state_rows, *tensor.shape[1:])) for tensor in like)
             )
         return self._states[layer]
+
+    def reserve_states(self, rows: int) -> None:
+        """Allocate states for so many running sequences."""
+        if rows <= self._state_rows:
+            return
+        # Grow by half each time, so that the total cost of copies stays linear.
+        self._state_rows = max(rows, self._state_rows * 3 // 2)
+        for layer, tensors in enumerate(self._states):
+            grown = tuple(x.new_zeros((self._state_rows, *x.shape[1:])) for x in tensors)
+            for new, old in zip(grown, tensors, strict=True):
+                new[: len(old)] = old
+            self._states[layer] = grown
+
+    def move_state(self, source: int, target: int) -> None:
+        """The last running sequence takes the row of one that ended."""
+        for state in chain.from_iterable(self._states):
+            state[target] = state[source]
+
+
+class _Slots(NamedTuple):
+    """Where the tokens of a pass go in the layers of one kind."""
+
+    tokens: torch.Tensor | None
+    """int64 [E]: the tokens that are kept; None: the first E."""
+    slots: torch.Tensor
+    """int64 [E]: page * S + token of the page."""
+
+    def store(self, layer: _Layer, parts: Sequence[torch.Tensor]) -> None:
+        for x_PSKH, x_TKH in zip(layer.parts, parts, strict=True):
+            x_EKH = x_TKH[: len(self.slots)] if self.tokens is None else x_TKH[self.tokens]
+            x_PSKH.flatten(0, 1).index_copy_(0, self.slots, x_EKH.to(x_PSKH.dtype))
 
 
 @dataclass(frozen=True, eq=False)
 class Prefill(PrefillSegments):
-    """Prefill: documents of a pass whose keys and values go into the cache."""
+    """Prefill: documents without cached tokens, whose keys and values go into the cache."""
 
     cache: KVCache
-    tokens: torch.Tensor
-    """int64 [E]: the tokens to cache, once for each row they go to."""
-    rows: torch.Tensor
-    positions: torch.Tensor
-    """int64 [E]: the row of each, and the position in it."""
+    slots: Mapping[Window, _Slots]
     gather: GatherTokens
     documents: torch.Tensor
-    """int64 [R]: the document of each new row."""
+    """int64 [R]: the document of each new row of states."""
     first_row: int
     calls: "count[int]" = field(default_factory=count)
     state_calls: "count[int]" = field(default_factory=count)
 
-    def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> None:
+    def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, window: Window = None) -> None:
         parts = _parts(k_TKH, v_TKH)
-        cached = self.cache.layer(next(self.calls), parts)
-        for x_BKCH, x_TKH in zip(cached, parts, strict=True):
-            # [E, K, H]: of index tensors with a slice between them the dimension comes first.
-            x_BKCH[self.rows, :, self.positions] = x_TKH[self.tokens].to(x_BKCH.dtype)
+        self.slots[window].store(self.cache.layer(next(self.calls), parts, window), parts)
 
     def store_latents(self, x_S1H: torch.Tensor) -> None:
         """Cache what the heads of the current layer share, of this rank's tokens."""
@@ -139,14 +265,15 @@ class Prefill(PrefillSegments):
 
 
 @dataclass(frozen=True, eq=False)
-class DecodeStep(DecodeSegments):
-    """Decode step: one more token of each row, in order, followed by padding."""
+class PagedPass(DecodeSegments):
+    """The newest tokens of sequences whose earlier ones are in the cache, followed by padding: one
+    token each in a decode step, several in a chunk of a prompt."""
 
     cache: KVCache
-    rows: int
-    # Tokens of the shortest and longest row, including the new token.
-    shortest: int
-    longest: int
+    sequences: Mapping[Window, PagedSequences]
+    slots: Mapping[Window, _Slots]
+    queries: int
+    """Tokens before padding."""
     calls: "count[int]" = field(default_factory=count)
     state_calls: "count[int]" = field(default_factory=count)
 
@@ -156,129 +283,106 @@ class DecodeStep(DecodeSegments):
         k_TKH: torch.Tensor,
         v_TKH: torch.Tensor,
         scale: float,
-        window: int | None,
+        window: Window,
         sinks_N: torch.Tensor | None,
         soft_cap: float | None = None,
     ) -> torch.Tensor:
-        """Cache the keys and values of the new tokens, and attend to all of their rows, [T, N, H];
-        zeros for padding."""
-        rows = self.rows
-        # Skip keys that no row sees.
-        first = 0 if window is None else max(0, self.shortest - window)
-        visible = self._append(_parts(k_TKH, v_TKH), first)
-        k_BKCH, v_BKCH = visible[0], visible[-1]
-        mask_BC = self._attention_mask(window, first, q_TNH.device)
-        y_BNH = decode_attention(
-            q_TNH[:rows].to(k_BKCH.dtype), k_BKCH, v_BKCH, mask_BC, scale, sinks_N, soft_cap
+        """Cache the keys and values of the new tokens, and attend to all of their sequences, [T, N,
+        H]; zeros for padding."""
+        layer = self._append(_parts(k_TKH, v_TKH), window)
+        settings = scale, window, sinks_N, soft_cap
+        keys, values = layer.parts[0], layer.parts[-1]
+        y_QNH = paged_attention(
+            q_TNH[: self.queries], keys, values, self.sequences[window], *settings
         )
-        if rows == len(q_TNH):
-            return y_BNH
-        return torch.cat((y_BNH, torch.zeros_like(q_TNH[rows:], dtype=y_BNH.dtype)))
+        if self.queries == len(q_TNH):
+            return y_QNH
+        return torch.cat((y_QNH, torch.zeros_like(q_TNH[self.queries :], dtype=y_QNH.dtype)))
 
     def append_latents(self, x_T1H: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Cache what the heads of the current layer share, of the new tokens, and return all."""
-        (x_B1CH,) = self._append((x_T1H,))
-        return x_B1CH.squeeze(1), self._attention_mask(None, 0, x_T1H.device)
+        [x_PS1H] = self._append((x_T1H,), None).parts
+        tables_BM, _, lengths_B = self.sequences[None].index_tensors()
+        x_BCH = x_PS1H[tables_BM].flatten(1, 2).squeeze(2)
+        visible_BC = torch.arange(x_BCH.shape[1], device=x_BCH.device) < lengths_B[:, None]
+        # Slots behind a sequence's last token are not written: what is masked must be finite.
+        return x_BCH.masked_fill(~visible_BC.unsqueeze(-1), 0), visible_BC
 
     def states(self) -> tuple[torch.Tensor, ...]:
-        every = self.cache.states(next(self.state_calls))
-        self.memo[STATES] = tuple(state[: self.rows] for state in every)
+        layer_states = self.cache.states(next(self.state_calls))
+        self.memo[STATES] = tuple(state[: self.queries] for state in layer_states)
         return self.memo[STATES]
 
     def replace_states(self, *states: torch.Tensor) -> None:
         for cached, state in zip(self.memo[STATES], states, strict=True):
             cached.copy_(state)
 
-    def _append(self, parts: Sequence[torch.Tensor], first: int = 0) -> list[torch.Tensor]:
-        shown = self.longest - first
-        return [
-            self._write_newest(x_BKCH.narrow(0, 0, self.rows), x_TKH).narrow(2, first, shown)
-            for x_BKCH, x_TKH in zip(self.cache.layer(next(self.calls), parts), parts, strict=True)
-        ]
-
-    def _write_newest(self, x_BKCH: torch.Tensor, x_TKH: torch.Tensor) -> torch.Tensor:
-        x_BKH = x_TKH[: self.rows]
-        if self.shortest == self.longest:
-            # Rows of one length need no index tensors.
-            x_BKCH.select(2, self.longest - 1).copy_(x_BKH)
-        else:
-            rows_B = self._tensor("rows", range(self.rows), x_BKH.device)
-            x_BKCH[rows_B, :, self._last_B(x_BKH.device)] = x_BKH.to(x_BKCH.dtype)
-        return x_BKCH
-
-    def _attention_mask(
-        self, window: int | None, first: int, device: torch.device
-    ) -> torch.Tensor | None:
-        """The attention mask over keys from `first` on, bool [B, C]; None: all visible."""
-        is_narrow = window is not None and window < self.longest - first
-        if self.shortest == self.longest and not is_narrow:
-            return None
-        key = "seen by newest", window
-        if key not in self.memo:
-            positions_C = torch.arange(first, self.longest, device=device)
-            last_B = self._last_B(device)
-            mask_BC = positions_C <= last_B[:, None]
-            if window is not None:
-                mask_BC &= positions_C > last_B[:, None] - window
-            self.memo[key] = mask_BC
-        return self.memo[key]
-
-    def _last_B(self, device: torch.device) -> torch.Tensor:  # noqa: N802 - B names the dimension
-        """The position of each row's newest token."""
-        return self._tensor("last", [length - 1 for length in self.cache.lengths], device)
-
-    def _tensor(self, name: str, values: Sequence[int], device: torch.device) -> torch.Tensor:
-        if name not in self.memo:
-            self.memo[name] = to_device(torch.tensor(values, dtype=torch.int64), device)
-        return self.memo[name]
+    def _append(self, parts: Sequence[torch.Tensor], window: Window) -> _Layer:
+        layer = self.cache.layer(next(self.calls), parts, window)
+        self.slots[window].store(layer, parts)
+        return layer
 
 
 def prefill_segments(
     segments: VarlenMetadata,
     cache: KVCache,
-    rows: Sequence[int],
+    documents: Sequence[SequencePages | None],
+    state_documents: Sequence[int],
+    first_row: int,
     device: torch.device,
     gather: GatherTokens = lambda x_T: x_T,
 ) -> VarlenMetadata:
-    """Segments of a prefill pass, which fills the KV cache. The first len(rows) documents are
-    cached, document i in rows[i] new rows, possibly none."""
-    if not any(rows):
+    """Segments of a prefill pass. The first documents are kept in these pages; None: not kept.
+    `state_documents` are those of the rows of states from `first_row` on."""
+    if not any(documents):
         return segments
-    starts, first_row = (0, *accumulate(segments.lengths)), len(cache.lengths)
-    documents = torch.arange(len(rows)).repeat_interleave(torch.tensor(rows))
-    tokens, row_positions, into = list[torch.Tensor](), list[torch.Tensor](), list[torch.Tensor]()
-    for document, copies in enumerate(rows):
-        length = segments.lengths[document]
-        for _ in range(copies):
-            within = torch.arange(length)
-            tokens.append(within + starts[document])
-            row_positions.append(within)
-            into.append(torch.full((length,), len(cache.lengths)))
-            cache.lengths.append(length)
-    cache.reserve()
+    starts = (0, *accumulate(segments.lengths))
+    cached = [(start, pages) for start, pages in zip(starts, documents, strict=False) if pages]
+    slots: dict[Window, _Slots] = {}
+    for window in cache.pools:
+        tokens, targets = list[int](), list[int]()
+        for start, pages in cached:
+            first = pages.first_page[window] * cache.page_size
+            tokens += range(start + first, start + pages.length)
+            targets += _slots_of(cache, pages, window, first)
+        slots[window] = _Slots(*(to_device(torch.tensor(x), device) for x in (tokens, targets)))
     return Prefill(
         **vars(segments),
         cache=cache,
-        tokens=to_device(torch.cat(tokens), device),
-        rows=to_device(torch.cat(into), device),
-        positions=to_device(torch.cat(row_positions), device),
+        slots=slots,
         gather=gather,
-        documents=to_device(documents, device),
+        documents=to_device(torch.tensor(state_documents, dtype=torch.int64), device),
         first_row=first_row,
     )
 
 
-def decode_segments(segments: VarlenMetadata, cache: KVCache) -> DecodeStep:
-    """Segments of a decode step: one more token of each cache row; updates the cache lengths."""
-    lengths = cache.lengths
-    lengths[:] = [length + 1 for length in lengths]
-    cache.reserve()
-    return DecodeStep(
+def paged_segments(
+    segments: VarlenMetadata,
+    cache: KVCache,
+    sequences: Sequence[SequencePages],
+    num_queries: Sequence[int],
+    device: torch.device,
+) -> PagedPass:
+    """Segments of a pass of the newest tokens of these sequences, which have their pages."""
+    cache.copy_pages()
+    lengths = [pages.length for pages in sequences]
+    metadata: dict[Window, PagedSequences] = {}
+    slots: dict[Window, _Slots] = {}
+    for window in cache.pools:
+        tables = [pages.tables[window] for pages in sequences]
+        metadata[window] = PagedSequences(cache.page_size, tables, num_queries, lengths, device)
+        targets = [
+            slot
+            for pages, queries in zip(sequences, num_queries, strict=True)
+            for slot in _slots_of(cache, pages, window, pages.length - queries)
+        ]
+        slots[window] = _Slots(None, to_device(torch.tensor(targets), device))
+    return PagedPass(
         **vars(segments),
         cache=cache,
-        rows=len(lengths),
-        shortest=min(lengths),
-        longest=max(lengths),
+        sequences=metadata,
+        slots=slots,
+        queries=sum(num_queries),
     )
 
 
@@ -296,13 +400,19 @@ def with_kv_cache(attend: AttentionFn) -> AttentionFn:
         soft_cap: float | None = None,
         /,
     ) -> torch.Tensor:
-        if isinstance(segments, DecodeStep):
+        if isinstance(segments, PagedPass):
             return segments.attend(q_TNH, k_TKH, v_TKH, scale, window, sinks_N, soft_cap)
         if isinstance(segments, Prefill):
-            segments.store(k_TKH, v_TKH)
+            segments.store(k_TKH, v_TKH, window)
         return attend(q_TNH, k_TKH, v_TKH, segments, scale, window, sinks_N, soft_cap)
 
     return attend_with_cache
+
+
+def _slots_of(cache: KVCache, pages: SequencePages, window: Window, first: int) -> list[int]:
+    """The slots of a sequence's tokens from position `first` on."""
+    table, size = pages.tables[window], cache.page_size
+    return [table[i // size] * size + i % size for i in range(first, pages.length)]
 
 
 def _parts(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> tuple[torch.Tensor, ...]:
@@ -310,14 +420,3 @@ def _parts(k_TKH: torch.Tensor, v_TKH: torch.Tensor) -> tuple[torch.Tensor, ...]
 
 
 _PLAIN = fields(VarlenMetadata)
-
-
-def _resize(tensor: torch.Tensor, shape: tuple[int, ...]) -> torch.Tensor:
-    resized = tensor.new_zeros(shape)
-    overlap = tuple(map(slice, map(min, tensor.shape, shape)))
-    resized[overlap] = tensor[overlap]
-    return resized
-
-
-def _round_to_step(length: int) -> int:
-    return -(-length // ALLOCATION_STEP) * ALLOCATION_STEP

@@ -90,6 +90,11 @@ class DecodingSequence:
     image has fewer positions than tokens (M-RoPE)."""
 
     @property
+    def all_tokens(self) -> list[int]:
+        """The prompt's, and those of the completion."""
+        return [*self.prompt.tokens, *self.tokens]
+
+    @property
     def position(self) -> int:
         """The RoPE position of the newest token."""
         return len(self.prompt.tokens) + len(self.tokens) - 1 - self.skipped_positions

@@ -66,9 +66,15 @@ class GenerationHandler:
         """Generate completions for all prompts of a command. Raises ArtifactError for a folder
         without weights to sample from, ConfigError for an invalid prompt."""
         prompts = list(map(self._prompt, command.samples))
-        self._activate_weights(Path(command.adapter) if command.adapter else None)
-        outputs = self.models.substrate.built.generator.generate(prompts, self.decode)
+        version = self._activate_weights(Path(command.adapter) if command.adapter else None)
+        outputs = self.models.substrate.built.generator.generate(
+            prompts, self.decode, weights_version=version
+        )
         return GenerateResult(results=tuple(map(_to_sample_result, outputs)))
+
+    def release_cache(self) -> None:
+        """Free the KV cache, whose prefixes are kept between commands, for other work."""
+        self.models.substrate.built.generator.release_cache()
 
     def _prompt(self, sample: Sample) -> Prompt:
         sampling = structs.asdict(sample.sampling)
@@ -84,8 +90,9 @@ class GenerationHandler:
             images=tuple(map(build_image, sample.images)),
         )
 
-    def _activate_weights(self, folder: Path | None) -> None:
-        """Load the weights of a folder into the base model; None: restore the base weights."""
+    def _activate_weights(self, folder: Path | None) -> str:
+        """Load the weights of a folder into the base model; None: restore the base weights. Returns
+        a name of these weights."""
         models = self.models
         time, loaded = self._find_adapter(folder) if folder else (0, None)
         if models.substrate.sharing == "alone":
@@ -98,6 +105,7 @@ class GenerationHandler:
             models.load_base()
         else:
             models.load_adapter(loaded.weights, loaded.scale)
+        return f"{folder} {time}"
 
     def _find_adapter(self, folder: Path) -> tuple[int, LoadedAdapter | None]:
         """The modification time of the folder, and its adapter; None: a full model. Raises

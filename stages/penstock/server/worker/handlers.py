@@ -49,6 +49,8 @@ class CommandHandlers:
 
     def do(self, command: commands.WorkerOperation) -> commands.Result:
         """Run a command. Collective. Raises PenstockError; only what that says has then changed."""
+        if not isinstance(command, commands.GenerateCommand):
+            self.sampling.release_cache()
         try:
             return self._run(command) or Done()
         finally:
