@@ -11,6 +11,7 @@ from penstock.train.launch import leaner_starts
 from penstock.train.launch.job import LOGS, Job
 from penstock.train.launch.rank_failures import ran_out_of_memory, write_failure
 from penstock.train.launch.torchrun import LaunchResult
+from tests.cli.command import penstock, small_run
 from tests.engine import loops
 from tests.engine.runs import losses, short_job, train_here, write_model, write_rows
 
@@ -88,3 +89,46 @@ def test_what_counts_as_too_little_memory(error, expected, tmp_path):
     (tmp_path / LOGS).mkdir()
     write_failure(tmp_path / LOGS, 0, error)
     assert ran_out_of_memory(tmp_path / LOGS) == expected
+
+
+SHORT_OF_MEMORY = """
+import os
+
+import torch
+from penstock.engine.train_step import TrainStep
+
+take_step = TrainStep.step
+
+
+def step(self, batches, *args, **kwargs):
+    if os.environ["RANK"] == "1" and max(len(batch.rows) for batch in batches) > 1:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return take_step(self, batches, *args, **kwargs)
+
+
+TrainStep.step = step
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.dist
+def test_a_run_of_two_ranks_goes_on_after_one_is_out_of_memory(tmp_path):
+    # Imported by each rank as it starts.
+    patch = tmp_path / "patch"
+    patch.mkdir()
+    (patch / "step_patch.py").write_text(SHORT_OF_MEMORY)
+    (patch / "sitecustomize.py").write_text(
+        "import os\nif 'RANK' in os.environ:\n    import step_patch\n"
+    )
+    found = {}
+    for name, size in {"written": 1, "auto": "auto"}.items():
+        train = {"output_dir": str(tmp_path / name), "data_parallel_mode": "fsdp2"}
+        train |= {"global_batch_size": 4, "micro_batch_size": size}
+        launch = {"nproc_per_node": 2, "env": {"PYTHONPATH": str(patch)}}
+        said = penstock("train", small_run(tmp_path, train=train, launch=launch))
+        assert said.code == 0, said.err
+        chosen = "micro_batch_size: 2, as about" in said.err
+        restarted = "memory ran out; the ranks start again with" in said.err
+        assert chosen == restarted == (name == "auto")
+        found[name] = losses(tmp_path / name)
+    assert found["auto"] == pytest.approx(found["written"], rel=1e-4)
