@@ -6,14 +6,17 @@ import numpy as np
 import pytest
 import torch
 
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.train_step import TrainStep
 from penstock.train.launch import leaner_starts
 from penstock.train.launch.job import LOGS, Job
 from penstock.train.launch.rank_failures import ran_out_of_memory, write_failure
 from penstock.train.launch.torchrun import LaunchResult
+from penstock.train.rank import _with_same_settings
 from tests.cli.command import penstock, small_run
 from tests.engine import loops
 from tests.engine.runs import losses, short_job, train_here, write_model, write_rows
+from tests.ranks import on_ranks
 
 STEPS = 3
 SETTINGS = {"max_steps": STEPS, "global_batch_size": 4, "save_steps": 1, "optimizer": "sgd"}
@@ -95,6 +98,7 @@ SHORT_OF_MEMORY = """
 import os
 
 import torch
+from penstock.engine.distributed.ranks import init_process_group
 from penstock.engine.train_step import TrainStep
 
 take_step = TrainStep.step
@@ -132,3 +136,31 @@ def test_a_run_of_two_ranks_goes_on_after_one_is_out_of_memory(tmp_path):
         assert chosen == restarted == (name == "auto")
         found[name] = losses(tmp_path / name)
     assert found["auto"] == pytest.approx(found["written"], rel=1e-4)
+
+
+def settings_of_ranks(jobs: list[Job]) -> list[tuple]:
+    """What a rank trains with whose launcher has chosen the settings of its job."""
+    ranks = init_process_group(60)
+    trains = [_with_same_settings(job, ranks).config.train for job in jobs[ranks.rank :: 2]]
+    return [
+        (train.rows_at_once, train.enable_gradient_checkpointing, train.recompute_modules)
+        for train in trains
+    ]
+
+
+@pytest.mark.dist
+def test_nodes_that_choose_unlike_settings_take_what_needs_less_memory(folder):
+    nothing = {"enable_gradient_checkpointing": False}
+    network = {"recompute_modules": ["mlp"]}
+    pairs = [
+        ({"micro_batch_size": 2, **network}, {"micro_batch_size": 4, **network}),
+        ({"micro_batch_size": 2, **network}, {"micro_batch_size": 2, **nothing}),
+        (nothing, nothing),
+    ]
+    jobs = [
+        short_job(folder, "out", global_batch_size=4, **settings)
+        for pair in pairs
+        for settings in pair
+    ]
+    expected = [(2, True, ["mlp"]), (2, True, None), (1, False, None)]
+    assert on_ranks(2, settings_of_ranks, jobs) == [expected, expected]
