@@ -152,6 +152,21 @@ def test_plan_tells_what_a_reference_takes_until_it_is_there(tmp_path):
     assert "the reference makes" not in penstock(*ask).out
 
 
+def test_plan_says_what_a_run_chooses_on_these_devices(tmp_path):
+    train = {"micro_batch_size": "auto", "global_batch_size": 6, "enable_mixed_precision": False}
+    config = small_run(tmp_path, train={"output_dir": str(tmp_path / "out"), **train})
+    ask = ("plan", config, "--device-kind", "H100", "--launch.nproc_per_node", 2)
+    fsdp = ("--train.data_parallel_mode", "fsdp2")
+    said = penstock(*ask, *fsdp)
+    assert "layout  enable_gradient_checkpointing: false, micro_batch_size: 3, as about" in said.out
+    written = penstock(*ask, *fsdp, "--train.micro_batch_size", 3, "--json").last
+    chosen = penstock(*ask, *fsdp, "--json").last
+    assert chosen["costs"]["memory"] == written["costs"]["memory"]
+    assert [stage["key"] for stage in chosen["stages"]] == [
+        stage["key"] for stage in written["stages"]
+    ]
+
+
 def test_plan_proposes_layouts_that_a_config_takes(tmp_path):
     config = small_run(tmp_path)
     ask = ("plan", config, "--devices", 2, "--device-kind", "H100", "--json")

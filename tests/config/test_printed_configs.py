@@ -157,7 +157,7 @@ TOLD = {
     "estimate/machine.py": "which suggestion comes first",
     "pipeline/plan.py": "the precision of a CPU without units for bfloat16",
     "estimate/costs/find_layouts.py": "which suggestion comes first",
-    "estimate/costs/one_process.py": "the layout of one process, which no result depends on",
+    "estimate/costs/chosen_settings.py": "memory and speed, which no result depends on",
     "prepare/dataset_type.py": "columns that are named, where the type is asked for",
 }
 """The files that tell a written default from an unwritten one, and what for."""

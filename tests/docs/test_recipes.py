@@ -78,6 +78,9 @@ def test_check_accepts_a_recipe_and_plan_prints_its_estimated_memory(path, tmp_p
     local = ["--model.model_path", "null", "--model.config_path", "model"]
     local += ["--model.tokenizer_path", "builtin:bytes"]
     local += ["--data.datasets", f"[{{path: data.jsonl, type: {kind}}}]"]
+    # Where it is not written, a run recomputes as little as the memory of its GPUs allows.
+    recomputes = str(run.train.enable_gradient_checkpointing).lower()
+    local += ["--train.enable_gradient_checkpointing", recomputes]
     checked = penstock("check", path, *local)
     assert checked.code == 0, checked.err
     assert "not looked at" not in checked.out + checked.err

@@ -112,6 +112,12 @@ SETTINGS = {
         set_to("train", gradient_accumulation_steps=1, global_batch_size=1, micro_batch_size=1),
         (),
     ),
+    "as many rows at once as fit": (
+        set_to(
+            "train", gradient_accumulation_steps=1, global_batch_size=1, micro_batch_size="auto"
+        ),
+        (),
+    ),
     "rank mode": (set_to("train", data_parallel_mode="fsdp2"), ()),
     "logging": (set_to("train", log_format="progress_bar"), ()),
     "save cadence": (set_to("train", save_steps=7), ()),

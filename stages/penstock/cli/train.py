@@ -15,7 +15,7 @@ from penstock.config.loading.load import load
 from penstock.core import env
 from penstock.core.cache.store import find_cached
 from penstock.core.errors import ConfigError
-from penstock.pipeline.plan import RebuildOptions, execute_stage, plan
+from penstock.pipeline.plan import RebuildOptions, execute_stage, plan, with_chosen_settings
 from penstock.train.launch.multi_node import DistributedStage
 from penstock.train.launch.torchrun import config_environment
 
@@ -46,6 +46,9 @@ def main(argv: list[str]) -> int:
             if rank == 0 or not isinstance(stage, DistributedStage):
                 console.outcomes.append(execute_stage(step, planned.run, rebuild, notify))
             elif find_cached(step) is None:
+                # As rank 0 does, which says what was chosen.
+                stage = with_chosen_settings(step, notify).stage
+                assert isinstance(stage, DistributedStage)
                 stage.follow(step.path)
         if rank == 0:
             console.result(outcome_table(console.outcomes))

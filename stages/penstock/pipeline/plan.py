@@ -60,7 +60,6 @@ from penstock.estimate.machine import (
     unmatched_no_decay,
     why_cannot_train,
     with_prompts_apart,
-    world_size,
 )
 from penstock.estimate.media import check_media
 from penstock.export.links import link_exported
@@ -271,7 +270,7 @@ def execute_stage(
     """
     name = step.stage.name
     limit = run.pipeline.timeouts.get(name)
-    step = _laid_out(step, notify)
+    step = with_chosen_settings(step, notify)
     deadline = Deadline(limit)
     with deadline.enforce(
         f"{name} was ended after {limit} s (pipeline.timeouts.{name}).\n"
@@ -281,23 +280,23 @@ def execute_stage(
         return _execute(step, run, rebuild, notify, deadline)
 
 
-def _laid_out(step: PlannedStage, notify: Callable[[str], None]) -> PlannedStage:
-    """The train step with the layout that suits this machine, where the config has none and it is
-    not cached. Requires the packed rows."""
+def with_chosen_settings(step: PlannedStage, notify: Callable[[str], None]) -> PlannedStage:
+    """The train step with the settings that suit this machine, where the config leaves them open
+    and it is not cached. Requires the packed rows."""
     stage = step.stage
-    if not isinstance(stage, Train) or world_size(stage.run_config) > 1 or find_cached(step):
+    if not isinstance(stage, Train) or find_cached(step):
         return step
-    from penstock.estimate.costs.one_process import with_one_process_layout
+    from penstock.estimate.costs.chosen_settings import choose_settings
 
     run = stage.run_config
     length = stage.packed.facts.get("row_length", {}).get("train")
     if length and run.data.sample_packing_sequence_len is None:
         run = run.with_row_length(length)
-    run, note = with_one_process_layout(run)
-    if note is None:
+    chosen = choose_settings(run)
+    if chosen.note is None:
         return step
-    notify(f"train: {note}")
-    return replace(step, stage=replace(stage, run_config=run))
+    notify(f"train: {chosen.note}")
+    return replace(step, stage=replace(stage, run_config=chosen.run, leaner=chosen.leaner))
 
 
 def _execute(

@@ -45,7 +45,7 @@ class LoaderConfig:
         data, pad_to = run.data, "own"
         if run.train.pipeline_parallel_size > 1:
             # Pipeline stages allocate the buffers that they receive into by one length.
-            longest = data.row_length * run.train.micro_batch_size
+            longest = data.row_length * run.train.rows_at_once
             pad_to = "longest" if run.train.pp_variable_seq_lengths else longest
         return cls(
             num_workers=data.num_workers,

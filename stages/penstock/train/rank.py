@@ -6,6 +6,7 @@ import platform
 import sys
 from collections.abc import Callable
 from contextlib import ExitStack
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,6 +152,7 @@ def run_rank(
         if job.config.train.enable_full_determinism:
             use_deterministic_algorithms()
         launches = _one_run(job, ranks)
+        job = _with_same_settings(job, ranks)
         facts, step = work(job, ranks, stop, notify)
         if ranks.is_main_process:
             outcome = {"facts": facts, "step": step, "signal": stop.signum, "launches": launches}
@@ -175,6 +177,22 @@ def _one_run(job: Job, ranks: ProcessInfo) -> list[str]:
             "  Start every machine with the same config, and the same files behind it."
         )
     return sorted({launch for _, launch, _ in launches})
+
+
+def _with_same_settings(job: Job, ranks: ProcessInfo) -> Job:
+    """The job with the same micro-batches and activation checkpointing on every rank.
+
+    Launchers of nodes with unlike memory may have chosen unlike ones; the collectives of their
+    steps would not match. What needs less memory is taken.
+    """
+    train = job.config.train
+    own = train.rows_at_once, train.enable_gradient_checkpointing, train.recompute_modules
+    everyone = ranks.all_gather(own)
+    rows = min(rows for rows, _, _ in everyone)
+    changes: dict[str, Any] = {} if rows == train.rows_at_once else {"micro_batch_size": rows}
+    if any(settings[1:] != everyone[0][1:] for settings in everyone):
+        changes |= {"enable_gradient_checkpointing": True, "recompute_modules": None}
+    return replace(job, config=job.config.with_fields("train", **changes)) if changes else job
 
 
 def _log_to(handler: logging.Handler, format: str) -> logging.Handler:

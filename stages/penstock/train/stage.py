@@ -37,8 +37,9 @@ from penstock.train.launch.job import (
     read_outcome,
     resolve_source,
 )
+from penstock.train.launch.leaner_starts import start_leaner_ranks
 from penstock.train.launch.stop_request import STOP_FILE
-from penstock.train.launch.torchrun import LaunchResult, build_facts, start_ranks
+from penstock.train.launch.torchrun import LaunchResult, build_facts
 from penstock.train.launch.upload_selection import files_to_download, files_to_upload
 
 
@@ -98,6 +99,8 @@ class Train(Stage):
     """A checkpoint whose weights are loaded at the start, without optimizer state."""
     reference: Artifact | None = None
     """Reference log-probs of the completions, if the loss needs them."""
+    leaner: tuple[Mapping[str, Any], ...] = ()
+    """Not part of the identity: settings of `train` to go on with if memory runs out, in order."""
 
     @property
     def inputs(self) -> Mapping[str, Input]:
@@ -132,7 +135,10 @@ class Train(Stage):
         if saves_hf and self.ranks == "torchrun":
             # torch is imported while the ranks import it too, and not after they have ended.
             Thread(target=_import_export, name="import-export").start()
-        ended = start_ranks(job, file) if self.ranks == "torchrun" else _here(job)
+        if self.ranks == "torchrun":
+            job, ended = start_leaner_ranks(job, file, self.leaner)
+        else:
+            ended = _here(job)
         # Before `read_facts`, which raises for a run that failed or stopped: it has a report too.
         _report(out)
         facts = self.read_facts(job, ended, self._where(out))

@@ -240,7 +240,7 @@ class Trainer:
         cursor = self.at.cursor
         for _ in range(self.at.step, self.total_steps):
             rows = self.batches.rows(cursor)
-            costs, size = self._work[rows].tolist(), self.train.micro_batch_size
+            costs, size = self._work[rows].tolist(), self.train.rows_at_once
             yield local_micro_batches(
                 self.built, rows.tolist(), costs, size=size, count=self.accumulation
             )

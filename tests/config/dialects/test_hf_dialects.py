@@ -409,6 +409,28 @@ def test_axolotl_learns_preferences_by_the_same_loss(rl: str, loss: str) -> None
     assert run.data.datasets[0].type == "preference"
 
 
+@pytest.mark.parametrize(
+    ("dialect", "size"),
+    [
+        (TRL, "per_device_train_batch_size"),
+        (LLAMA_FACTORY, "per_device_train_batch_size"),
+        (AXOLOTL, "micro_batch_size"),
+    ],
+    ids=lambda value: getattr(value, "name", value),
+)
+def test_a_batch_size_that_is_found_leaves_the_rows_of_a_step_alone(
+    dialect: Dialect, size: str
+) -> None:
+    batch = {size: 8, "gradient_accumulation_steps": 4}
+    train = run_of(dialect, **batch, auto_find_batch_size=True).train
+    assert (train.micro_batch_size, train.global_batch_size) == ("auto", 64)
+    assert train.gradient_accumulation_steps == 1
+    told = translated(dialect, **batch, auto_find_batch_size=True)
+    assert line_of(told, "auto_find_batch_size").kind == "approximated"
+    assert line_of(told, size).kind == "approximated"
+    assert run_of(dialect, **batch, auto_find_batch_size=False).train.micro_batch_size == 8
+
+
 def test_losses_of_others_are_computed_as_they_compute_them() -> None:
     pairs = [{"path": "d", "type": "chat_template.default"}]
     orpo = run_of(AXOLOTL, rl="orpo", datasets=pairs, orpo_alpha=0.2).preference

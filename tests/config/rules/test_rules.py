@@ -256,6 +256,24 @@ COMBINATIONS: list[tuple[dict[str, Any], str, str, dict[str, Any]]] = [
         {"pipeline": {"task_runner": "dask"}},
     ),
     (
+        {"train": {"micro_batch_size": "auto"}},
+        "train.micro_batch_size",
+        "write global_batch_size, such as 32",
+        {"train": {"global_batch_size": 8}},
+    ),
+    (
+        {
+            "train": {
+                "micro_batch_size": "auto",
+                "global_batch_size": 8,
+                "gradient_accumulation_steps": 4,
+            }
+        },
+        "train.micro_batch_size",
+        "leave gradient_accumulation_steps out",
+        {"train": {"gradient_accumulation_steps": 1}},
+    ),
+    (
         {"train": {"global_batch_size": 9, "micro_batch_size": 2}},
         "train.global_batch_size",
         "write a multiple of 2",

@@ -21,10 +21,10 @@ from penstock.config.schema.data import LONGEST_ROW
 from penstock.config.schema.run import RunConfig
 from penstock.core.errors import ConfigError, PenstockError
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims
+from penstock.estimate.costs.chosen_settings import ROOM, choose_settings
 from penstock.estimate.costs.device_speed import detect_machine, slow_bfloat16
 from penstock.estimate.costs.estimate import build_cost_model
 from penstock.estimate.costs.memory import peak_memory
-from penstock.estimate.costs.one_process import ROOM, with_one_process_layout
 from penstock.estimate.costs.sharded_model import ShardedModel
 from penstock.estimate.machine import (
     expected_rows_per_step,
@@ -214,7 +214,7 @@ def _full_training(chosen: ChosenConfig, data: OwnData) -> tuple[int | None, boo
     if machine.memory is None or not isinstance(dims, ParallelDims):
         return size, False
     needed = peak_memory(ShardedModel(run, cost, dims, machine.kind)).total
-    return size, needed <= ROOM * machine.memory
+    return size, needed <= ROOM[machine.kind] * machine.memory
 
 
 def _with_estimated_rows(run: RunConfig, data: OwnData) -> RunConfig:
@@ -244,14 +244,14 @@ def _choose_rows(chosen: ChosenConfig, data: OwnData) -> None:
 
 
 def _choose_layout(chosen: ChosenConfig, data: OwnData) -> None:
-    """Sharding and recomputation, where one process trains; otherwise they are left as they are."""
-    run = _with_estimated_rows(chosen.load(), data)
-    faster, _ = with_one_process_layout(run)
-    if faster is run or not is_local_model(next(iter(chosen.values["model"].values()))):
+    """Sharding and recomputation, where one process on CPUs has memory to spare; otherwise they are
+    left to the run, which chooses what fits the machine that it starts on."""
+    if not is_local_model(next(iter(chosen.values["model"].values()))):
         return
-    chosen.put("train.data_parallel_mode", faster.train.data_parallel_mode, "one process")
-    recomputes = faster.train.enable_gradient_checkpointing
-    chosen.put("train.enable_gradient_checkpointing", recomputes, "there is memory to spare")
+    train = choose_settings(_with_estimated_rows(chosen.load(), data)).run.train
+    if train.data_parallel_mode == "none" and not train.enable_gradient_checkpointing:
+        chosen.put("train.data_parallel_mode", "none", "one process")
+        chosen.put("train.enable_gradient_checkpointing", False, "there is memory to spare")
 
 
 def _scalar(value: Any) -> str:

@@ -14,10 +14,10 @@ from penstock.core.cache.store import PlannedStage, find_cached
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.parallel_dims import ParallelDims, compute_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
+from penstock.estimate.costs.chosen_settings import ChosenSettings, choose_settings
 from penstock.estimate.costs.device_speed import detect_machine, find_machine
 from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict, with_images
 from penstock.estimate.costs.find_layouts import LayoutSearch, Proposal, find_fastest_layouts
-from penstock.estimate.costs.one_process import with_one_process_layout
 from penstock.estimate.costs.token_counts import DataFacts, estimate_data, with_row_length
 from penstock.estimate.machine import resolve_hf_config, world_size
 from penstock.train.launch.torchrun import num_local_ranks
@@ -50,7 +50,10 @@ def costs(
         if options.device_kind
         else detect_machine(num_local_ranks(run))
     )
-    run, layout = with_one_process_layout(run, machine) if options.devices is None else (run, None)
+    # A search for layouts tries these settings itself.
+    searches = options.devices is not None
+    chosen = ChosenSettings(run) if searches else choose_settings(run, machine)
+    run = chosen.run
     data = estimate_data(run, steps, model.config.vocab_size)
     model = with_images(model, run, hf_config, data)
     prediction = predict(run, model, degrees, machine, data)
@@ -63,7 +66,7 @@ def costs(
         run, facts, data, prediction.length, prediction.rows_per_step
     )
     text = f"{_format_costs(prediction, sizes)}\n{sizing}"
-    text += f"\n    layout  {layout}" if layout else ""
+    text += f"\n    layout  {chosen.note}" if chosen.note else ""
     plain: dict[str, Any] = {"costs": _costs_as_json(prediction, sizes), "sizing": sizing_values}
     if options.devices is None:
         return text, plain

@@ -21,6 +21,7 @@ from penstock.core.errors import CapabilityError, ConfigError
 from penstock.core.machine.gpus import gpu_names
 from penstock.engine.distributed.parallel_dims import build_parallel_dims, rows_per_step
 from penstock.engine.distributed.validate_layout import ModelDims
+from penstock.estimate.costs.chosen_settings import choose_settings
 from penstock.estimate.costs.device_speed import DEVICES_PER_NODE, find_machine
 from penstock.estimate.costs.estimate import Prediction, build_cost_model, predict
 from penstock.estimate.costs.find_layouts import LayoutSearch, find_fastest_layouts, with_train
@@ -137,7 +138,10 @@ def print_dry_run(
             console.say(
                 "    train.enable_compile is not simulated: kernels are those of eager mode"
             )
-        done.append(run_layout(name, run, options))
+        chosen = choose_settings(run, find_machine(_device_name(options)))
+        if chosen.note:
+            console.say(f"    {chosen.note}")
+        done.append(run_layout(name, chosen.run, options))
     console.result(_format_layout(done[0]) if len(done) == 1 else _format_comparison(done))
     values = [
         {

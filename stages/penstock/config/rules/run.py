@@ -65,7 +65,7 @@ def _check_global_batch_size(run: RunConfig) -> Issues:
     train = run.train
     if train.global_batch_size is None:
         return
-    unit, unit_text = train.micro_batch_size, f"micro_batch_size ({train.micro_batch_size})"
+    unit, unit_text = train.rows_at_once, f"micro_batch_size ({train.micro_batch_size})"
     steps = train.is_non_default("gradient_accumulation_steps")
     if steps:
         unit *= train.gradient_accumulation_steps

@@ -122,10 +122,19 @@ class MemoryConfig(ConfigSection):
     """`fp16_mixed`: initial loss scale. When gradients overflow, the step is skipped and the scale
     halved; it doubles after 2,000 steps without overflow."""
 
-    enable_gradient_checkpointing: Annotated[Unkeyed[bool], Served()] = True
+    enable_gradient_checkpointing: Annotated[
+        Unkeyed[bool],
+        Served(
+            doc="Activation checkpointing: recompute activations in the backward pass instead of "
+            "storing them."
+        ),
+    ] = True
     """Activation checkpointing: recompute activations in the backward pass instead of storing
-    them. Where it is not written, one process on CPUs whose memory has room for them
-    stores them."""
+    them. Where neither it nor another setting of stored activations is written, a run stores them
+    all, or recomputes attention, the feed-forward network (`recompute_modules`), or whole layers:
+    the first of these that fits by the estimate of `penstock plan`, in three quarters of a GPU's
+    memory or half of a CPU's, and the next one if memory runs out. Of a model whose memory is not
+    estimated, such as one trained on images, whole layers."""
 
     enable_reentrant: Annotated[
         Unkeyed[bool], Served(), NativeOnly("layers have keyword arguments, which it does not pass")

@@ -38,8 +38,20 @@ def _eager_only(setting: str, instead: str, **matched: tuple[Any, ...]) -> NotWi
     )
 
 
+def _not_auto(setting: str, why: str, instead: str, **matched: tuple[Any, ...]) -> NotWith:
+    return NotWith(
+        setting,
+        of=(AUTO,),
+        why=f"auto {why}",
+        instead=f"{instead}, or a number in place of auto",
+        **matched,
+    )
+
+
 # Upper limit of batch sizes, in packed sequences.
 MOST_ROWS = 10_000_000
+
+AUTO = "auto"
 
 
 class BalanceConfig(ConfigSection):
@@ -83,8 +95,38 @@ class BalanceConfig(ConfigSection):
 class BatchConfig(ConfigSection):
     """Batch sizes."""
 
-    micro_batch_size: KeyedByContent[int] = Field(default=1, gt=0, le=MOST_ROWS)
-    """Packed sequences of one forward and backward pass of a rank."""
+    micro_batch_size: Annotated[
+        KeyedByContent[Annotated[int, Field(gt=0, le=MOST_ROWS)] | Literal["auto"]],
+        _not_auto(
+            "train.global_batch_size",
+            "divides the sequences of a step, whose number is not written",
+            "write global_batch_size, such as 32",
+            values=(None,),
+        ),
+        _not_auto(
+            "train.gradient_accumulation_steps",
+            "chooses the number of micro-batches too, and {name} is {value}",
+            "leave {name} out",
+            unless=(1,),
+        ),
+        _not_auto(
+            "train.pipeline_parallel_size",
+            "takes as few micro-batches as fit, and a pipeline of {value} ranks waits less with"
+            " many",
+            "write 1",
+            unless=(1,),
+        ),
+        _not_auto(
+            "train.fuse_optimizer_step",
+            "may need several micro-batches, whose gradients are accumulated first",
+            "leave {name} out",
+        ),
+    ] = 1
+    """Packed sequences of one forward and backward pass of a rank. `auto`: as many as fit in memory
+    by the estimate of `penstock plan` and divide `global_batch_size` evenly; the result is the same
+    as with any number. Half as many if memory runs out: the ranks of one node are then started
+    again from the newest checkpoint. Of a model whose memory is not estimated, such as one trained
+    on images, 1."""
 
     gradient_accumulation_steps: KeyedByContent[int] = Field(default=1, gt=0, le=MOST_ROWS)
     """Micro-batches of a rank whose gradients are added before an optimizer step. With
@@ -105,6 +147,12 @@ class BatchConfig(ConfigSection):
         ),
     ] = Field(default=42, ge=0, lt=1 << 63)
     """Random seed of shuffling, initial weights and dropout."""
+
+    @property
+    def rows_at_once(self) -> int:
+        """`micro_batch_size`; 1 for `auto` that was not chosen yet, which suits every layout that
+        another number suits."""
+        return 1 if self.micro_batch_size == AUTO else self.micro_batch_size
 
 
 DROPS = OnlyWith("train.dropout.is_on", words="hidden, attention or ffn", why="there is no dropout")

@@ -21,6 +21,9 @@ PER_NODE, NODES = "launch.nproc_per_node", "launch.nnodes"
 # Settings of the rendezvous.
 MEETING = ("launch.node_rank", "launch.rdzv_endpoint")
 
+# Of transformers' trainer: fewer sequences at once where memory runs out.
+FINDS_ROWS = "auto_find_batch_size"
+
 # Set for one replica, and multiplied by the number of replicas here.
 EVAL_ROWS = "train.eval_rows_per_batch"
 GLOBAL, MICRO = "train.global_batch_size", "train.micro_batch_size"
@@ -76,6 +79,8 @@ def fit_parallel_sizes(draft: Draft, devices: Devices) -> int:
     if experts != _size(draft, EXPERT):
         draft.change(EXPERT, experts, f"fitted to {_processes(ranks)}")
     _leave_out(draft, sizes, devices)
+    if draft.get(FINDS_ROWS):
+        _take_rows_that_fit(draft, free_ranks)
     return ranks
 
 
@@ -127,17 +132,30 @@ def _keep_rows(draft: Draft, rows: int, ranks: int, free_ranks: int) -> tuple[in
     micro = _size(draft, MICRO)
     replicas = next((n for n in range(free_ranks, 0, -1) if rows % (micro * n) == 0), free_ranks)
     if not draft.has(GLOBAL):
-        draft.put(GLOBAL, rows)
-        for name in (MICRO, ACCUMULATION):
-            for line in draft.lines_of(name):
-                line.names.append(GLOBAL)
-        draft.drop(ACCUMULATION, f"train.global_batch_size keeps the {rows} rows of a step")
+        _put_rows(draft, rows)
     if replicas != free_ranks:
         ranks = ranks // free_ranks * replicas
         draft.put(PER_NODE, ranks)
         for line in draft.lines_of(GLOBAL):
             line.names.append(PER_NODE)
     return ranks, replicas
+
+
+def _put_rows(draft: Draft, rows: int) -> None:
+    # Set the sequences of a step, from which the number of micro-batches follows.
+    draft.put(GLOBAL, rows)
+    for name in (MICRO, ACCUMULATION):
+        for line in draft.lines_of(name):
+            line.names.append(GLOBAL)
+    draft.drop(ACCUMULATION, f"train.global_batch_size keeps the {rows} rows of a step")
+
+
+def _take_rows_that_fit(draft: Draft, replicas: int) -> None:
+    # As many sequences at once as fit, in steps of as many as are written.
+    if not draft.has(GLOBAL):
+        _put_rows(draft, _size(draft, MICRO) * _size(draft, ACCUMULATION) * replicas)
+    why = "as many rows at once as fit; a step keeps its rows, where the trainer's shrinks"
+    draft.change(MICRO, "auto", why)
 
 
 def _fill_up(draft: Draft, replicas: int) -> None:

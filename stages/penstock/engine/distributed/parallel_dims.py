@@ -209,7 +209,7 @@ def rows_per_step(train: TrainConfig, num_replicas: int) -> int:
     """The global batch size: packed sequences per optimizer step over all replicas."""
     if train.global_batch_size is not None:
         return train.global_batch_size
-    return train.micro_batch_size * train.gradient_accumulation_steps * num_replicas
+    return train.rows_at_once * train.gradient_accumulation_steps * num_replicas
 
 
 def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
@@ -217,7 +217,7 @@ def accumulation_steps(train: TrainConfig, num_replicas: int) -> int:
     does not divide that way."""
     if train.global_batch_size is None:
         return train.gradient_accumulation_steps
-    at_once = train.micro_batch_size * num_replicas
+    at_once = train.rows_at_once * num_replicas
     steps, remainder = divmod(train.global_batch_size, at_once)
     if remainder or not steps:
         nearest_size = max(1, steps) * at_once

@@ -364,7 +364,7 @@ def _nearby_settings(run: RunConfig, world: int) -> list[LayoutSuggestion]:
 
 def _nearby_batch_sizes(train: TrainConfig, world: int) -> dict[str, set[int]]:
     """Other batch sizes on any divisor of `world` ranks."""
-    micro, several = train.micro_batch_size, train.gradient_accumulation_steps
+    micro, several = train.rows_at_once, train.gradient_accumulation_steps
     at_once = {micro * ranks for ranks in range(1, world + 1) if world % ranks == 0}
     near = {
         "micro_batch_size": {size for size in range(1, micro) if micro % size == 0},

@@ -95,7 +95,7 @@ def estimate_step(sharded: ShardedModel, machine: Machine, work: Work) -> Step |
         products += inner / degrees.world_size * (1 / fp8_speed - 1 / speed)
     if vision := sharded.model.vision:
         # Pipeline stages wait for the first one, whose ranks divide the images.
-        rows = sharded.micro_batches * run.train.micro_batch_size
+        rows = sharded.micro_batches * run.train.rows_at_once
         products += vision.flops(rows) / (degrees.tensor * degrees.context) / speed
     # Recomputation repeats the forward pass, two of the four passes over memory.
     factor = 1.5 if run.train.enable_gradient_checkpointing else 1.0

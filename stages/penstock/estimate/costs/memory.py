@@ -87,7 +87,7 @@ def _vision_memory(sharded: ShardedModel) -> Memory:
     saved = sizes.width * (blocks * saved_per_layer + SAVED_PER_LAYER) * work.patches_per_row
     gathered = sizes.tower / sizes.layers + sizes.projector if sharded.is_sharded else 0
     return memory + Memory(
-        activations=saved * train.micro_batch_size * compute, buffers=gathered * compute
+        activations=saved * train.rows_at_once * compute, buffers=gathered * compute
     )
 
 

@@ -153,7 +153,7 @@ class ShardedModel:
     def tokens(self) -> int:
         """Tokens of a full micro-batch on one rank; with context parallelism, its shard."""
         multiple = micro_batch_padding(self.run.data, self.run.train)
-        tokens = self.run.train.micro_batch_size * self.run.data.row_length
+        tokens = self.run.train.rows_at_once * self.run.data.row_length
         return -(-tokens // multiple) * multiple // self.degrees.context
 
     @property

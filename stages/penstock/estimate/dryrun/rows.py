@@ -22,7 +22,7 @@ PROMPT_SHARE = 3
 def synthetic_step(run: RunConfig, count: int, *, seed: int = 0) -> list[MicroBatch]:
     """`count` micro-batches of full rows, of the kind of data that the run trains on."""
     rng = np.random.default_rng(seed)
-    rows_per_batch = run.train.micro_batch_size
+    rows_per_batch = run.train.rows_at_once
     groups = [
         [_row(run, index * rows_per_batch + offset, rng) for offset in range(rows_per_batch)]
         for index in range(count)

@@ -44,7 +44,7 @@ class Evaluator:
         self._rows, self._built, self._ranks = rows, built, ranks
         # Micro-batches are computed one by one, so they need no common length.
         self._loader_config = replace(loader_config, pad_to="own")
-        self._micro_batch_size = train.eval_micro_batch_size or train.micro_batch_size
+        self._micro_batch_size = train.eval_micro_batch_size or train.rows_at_once
         self._rows_per_batch = rows_per_batch
         self._row_ids = select_eval_rows(len(rows), train.eval_max_batches, rows_per_batch)
         self._costs = row_costs(built, rows).total

@@ -34,7 +34,7 @@ class LogprobScorer:
     def __init__(self, run: RunConfig, built: BuiltModel, ranks: ProcessInfo) -> None:
         self._built, self._ranks = built, ranks
         self._pad_to_multiple_of = LoaderConfig.of(run, ranks.device).pad_to_multiple_of
-        self._micro_batch_size = run.train.micro_batch_size
+        self._micro_batch_size = run.train.rows_at_once
         self._replicas = built.dims.num_replicas
 
     def iter_chunks(self, rows: Iterable[Row]) -> Iterator[SampleLogprobs]:

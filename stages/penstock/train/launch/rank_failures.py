@@ -19,6 +19,9 @@ CRASHES = "deaths_*.json"
 _LOST_PEER = ("Connection closed by peer", "Connection reset by peer", "DistNetworkError")
 """Errors of ranks that lost their peers. Ranks of a node that was preempted report nothing."""
 
+_MEMORY_WORDS = ("OutOfMemoryError", "out of memory", "DefaultCPUAllocator: ")
+"""Of PyTorch's caching allocator, of CUDA and NCCL, and of PyTorch on CPUs."""
+
 _TIMEOUT_WORDS = ("Timed out waiting", "timed out", "Timeout", "timeout")
 
 
@@ -79,6 +82,13 @@ def first_failure(logs: Path) -> str | None:
     """The message of the rank that failed first, if any."""
     first = next(iter(_read_failures(logs)), None)
     return (first.message or first.error) if first else None
+
+
+def ran_out_of_memory(logs: Path) -> bool:
+    """Whether a rank failed as memory could not be allocated. Not known of ranks that the kernel
+    killed for it, which a user may have killed as well."""
+    errors = [f.error for f in _read_failures(logs) if not f.message]
+    return any(pattern in error for error in errors for pattern in _MEMORY_WORDS)
 
 
 def read_timeouts(logs: Path) -> list[Failure]:

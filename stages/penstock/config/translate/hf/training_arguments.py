@@ -211,7 +211,6 @@ IDLE = by_reason(
 UNSUPPORTED = by_reason(
     """
     neftune_noise_alpha: no noise is added to embeddings
-    auto_find_batch_size: a step has the rows that are written; penstock plan says what fits
     optim_args: write train.optimizer_kwargs in a native file
     optim_target_modules: optimizers that project gradients are not here
     accelerator_config parallelism_config: write settings of train in a native file
@@ -282,6 +281,8 @@ COMPUTED: Mapping[str, Rule] = {
         ("gradient_checkpointing_kwargs", "activation_checkpointing_kwargs"), RECOMPUTED_ALIKE
     ),
     "train_sampling_strategy": _sampling,
+    # `fit_parallel_sizes` sets it, where the number of replicas is known.
+    "auto_find_batch_size": rule.if_on(rule.decides("train.micro_batch_size"), "is off"),
     "data_seed": rule.when(
         lambda entry: entry.value != entry.get("seed", 42),
         rule.approximated("train.seed decides the order of samples too"),
