@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 from torch.autograd.function import once_differentiable
 
 from penstock_kernels.cross_entropy.gradients import (
@@ -19,6 +18,7 @@ from penstock_kernels.cross_entropy.gradients import (
     largest,
     scaled_product_,
 )
+from penstock_kernels.packed_linear import is_packed, linear
 
 Product = tuple[torch.Tensor, torch.Tensor]
 """Rows [S, K] and a matrix [V, K]."""
@@ -113,18 +113,18 @@ def linear_logits(products: Sequence[Product]) -> torch.Tensor:
     fp32, and their gradient is divided by its maximum, rounded, and multiplied by that maximum in
     fp32 after the matmul.
     """
-    rows_SK, matrix_VK = products[0]
-    kind = rows_SK.device.type
-    if (
-        len(products) == 1
-        and not torch.is_grad_enabled()
-        and torch.is_autocast_enabled(kind)
-        and torch.get_autocast_dtype(kind) == rows_SK.dtype
-    ):
-        # Autocast keeps its copy of a parameter until its outermost context ends: generation, with
-        # a context around all passes, casts the matrix once.
-        return nn.functional.linear(rows_SK, matrix_VK).to(precise(rows_SK))
+    if len(products) == 1 and not torch.is_grad_enabled() and _is_copied(*products[0]):
+        return linear(*products[0]).to(precise(products[0][0]))
     return _Logits.apply(*seen_by_autograd(products))
+
+
+def _is_copied(rows_SK: torch.Tensor, matrix_VK: torch.Tensor) -> bool:
+    """Whether a copy of the matrix in the dtype of the rows outlives this product: a packed one, or
+    that of autocast, which keeps it until its outermost context ends."""
+    kind = rows_SK.device.type
+    if torch.is_autocast_enabled(kind):
+        return torch.get_autocast_dtype(kind) == rows_SK.dtype
+    return is_packed(matrix_VK)
 
 
 class _Logits(torch.autograd.Function):

@@ -21,6 +21,7 @@ from torch import nn
 
 from penstock.config.schema.train import TrainConfig
 from penstock.core.errors import ConfigError, PenstockError
+from penstock.core.machine.linux import memory_bytes
 from penstock.engine.distributed.parallel_model import ParallelModel
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.distributed.tensor_sharding import shard_range
@@ -47,11 +48,16 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.block import Block
 from penstock.models.multi_token_prediction import PredictionLayer
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
+from penstock_kernels.packed_linear import packed_weights
 from penstock_kernels.to_device import to_device
 
 FP32 = 4
 KV_CACHE_TOKENS = 1 << 17
 PREFILL_TOKENS = 1 << 13
+PACKED_STEPS = 24
+"""Decode steps from which on weights are packed on CPUs, which takes as long as a few of them."""
+PACKED_SHARE = 0.2
+"""Largest share of a machine's memory that packed weights take."""
 PAGE_SIZE = 64
 RUNNING = 256
 """Sequences that are decoded together, at most."""
@@ -106,6 +112,8 @@ class Generator:
     """On this rank, by the windows of the whole model's layers."""
     splits_prompts: bool = True
     """Whether all layers can go on from cached tokens in passes of several tokens."""
+    dtype: torch.dtype = torch.float32
+    """Of products."""
     state_bytes: int = 0
     """Bytes of the states of layers for a sequence on this rank."""
     eager_context: Callable[[], AbstractContextManager[object]] = nullcontext
@@ -155,6 +163,7 @@ class Generator:
         # Around all passes: autocast keeps its copies of weights until the outermost context ends.
         with (
             self._releasing_on_error(),
+            self._packed_weights(sequences),
             self.layout.autocast(),
             self.eager_context(),
             self.layout.eval_mode(),
@@ -230,6 +239,25 @@ class Generator:
             # Sequences that have not ended have pages, which nobody would give back.
             self.release_cache()
             raise
+
+    def _packed_weights(
+        self, sequences: Sequence[DecodingSequence]
+    ) -> AbstractContextManager[object]:
+        """Linear layers on CPUs with packed weights, if there are steps enough to make up for the
+        time, and there is memory for the copies."""
+        is_short = max((seq.max_tokens for seq in sequences), default=0) < PACKED_STEPS
+        if self.ranks.device.type != "cpu" or is_short:
+            return nullcontext()
+        layers = [
+            module
+            for part in self.layout.parts
+            for module in part.modules()
+            if type(module) is nn.Linear
+        ]
+        num_bytes = sum(layer.weight.nbytes for layer in layers) * self.ranks.world_size
+        if num_bytes > PACKED_SHARE * (memory_bytes() or 0):
+            return nullcontext()
+        return packed_weights(layers, self.dtype)
 
     @property
     def _config(self) -> DecoderConfig:
@@ -443,6 +471,7 @@ def build_generator(
         kv_cache_bytes_per_token=bytes_per_token,
         # Indexers and recurrent states have no passes that go on with several tokens.
         splits_prompts=not (config.linear_layers or config.indexer),
+        dtype=getattr(torch, train.computes_in),
         state_bytes=FP32 * linear * state_size,
         eager_context=(
             partial(torch.compiler.set_stance, "force_eager") if force_eager else nullcontext
