@@ -96,3 +96,12 @@ def test_the_parser_of_one_command_is_what_it_is_among_all():
         told = [one.get_help(Context(one, info_name=name)) for one in (among_all, alone[name])]
         assert told[0] == told[1]
     assert select_command(app, "trian") is app
+
+
+def test_help_lists_all_commands_though_it_builds_no_parser_of_theirs():
+    told = [
+        one.get_help(Context(one, info_name="penstock"))
+        for one in map(typer.main.get_group, (app, select_command(app, "--help")))
+    ]
+    assert told[0] == told[1]
+    assert "artifacts" in told[0]
