@@ -1,5 +1,5 @@
 """A training step of one process on a CPU beside those of others: `python -m
-tests.bench.bench_step [--case NAME] [--dtype bf16]`.
+tests.bench.bench_step [--case NAME] [--dtype bf16] [--model FOLDER]`.
 
 A Qwen3 of four layers on one thread: rows of one document of 1024 tokens with a vocabulary of
 32,768, the same with adapters of rank 16 on all linear layers, and rows of eight documents of 512.
@@ -7,12 +7,15 @@ Ways take turns in one process, each with the same weights, rows and AdamW with 
 figures are medians of tokens per CPU second. First losses are compared: it must be the same work.
 Beside them are a loop around transformers' model as its users write it, transformers' Trainer,
 TRL's SFTTrainer and peft, if they are installed, and the floor: the products of matrices and
-attention of the step by themselves.
+attention of the step by themselves. With a folder of a real model, such as SmolLM2-135M-Instruct,
+there are steps of it as well: of one chat of 72 tokens and of 2,000 tokens, with all weights and
+with adapters.
 """
 
 import argparse
 import importlib
 import importlib.util
+import json
 import statistics
 import tempfile
 import time
@@ -48,11 +51,16 @@ class Case:
     adapters: bool
     goals: dict[tuple[str, str], float]
     """By precision and way: what ours is to be of it, at least."""
+    model: Path | None = None
+    """A folder with a model, whose steps take memory: only the loop and the floor are beside it.
+    None: a small model."""
 
     @property
     def hf_config(self) -> dict[str, Any]:
         """The model."""
-        return small_qwen3(self.vocabulary)
+        if self.model is None:
+            return small_qwen3(self.vocabulary)
+        return json.loads((self.model / "config.json").read_text())
 
 
 CASES = (
@@ -80,14 +88,27 @@ CASES = (
 )
 
 
+def cases_of(model: Path) -> list[Case]:
+    """Steps of a real model."""
+    vocabulary = json.loads((model / "config.json").read_text())["vocab_size"]
+    cases: list[Case] = []
+    for name, documents, goal in (("chat", (72,), 1.0), ("2,000 tokens", (400,) * 5, 1.5)):
+        for adapters in (False, True):
+            loop = "loop with peft" if adapters else "loop"
+            goals = {(dtype, loop): goal for dtype in ("bf16", "fp32")}
+            title = f"real, {name}, adapters" if adapters else f"real, {name}"
+            cases.append(Case(title, vocabulary, documents, adapters, goals, model))
+    return cases
+
+
 def ours(
     case: Case, folder: Path, *, mixed: bool, compiled: bool, backend: str = "native"
 ) -> tuple[Step, list[MicroBatch]]:
     """Our step, and the rows of all steps."""
     run = runs.run_config(
         folder / f"out {compiled} {backend}",
-        folder / "model",
-        model={"model_path": str(folder / "model"), "backend": backend},
+        case.model or folder / "model",
+        model={"model_path": str(case.model or folder / "model"), "backend": backend},
         lora={"enable_lora": case.adapters, "lora_rank": RANK},
         data_parallel_mode="none",
         enable_mixed_precision=mixed,
@@ -119,6 +140,10 @@ def ours(
 
 def model_of(case: Case) -> transformers.PreTrainedModel:
     """transformers' model with our weights, fp32."""
+    if case.model is not None:
+        return transformers.AutoModelForCausalLM.from_pretrained(
+            case.model, attn_implementation="sdpa", dtype=torch.float32
+        ).train()
     config = transformers.AutoConfig.for_model(**case.hf_config)
     model = transformers.AutoModelForCausalLM.from_config(
         config, attn_implementation="sdpa", dtype=torch.float32
@@ -250,7 +275,8 @@ def floor(case: Case, folder: Path, *, mixed: bool) -> Step:
     del folder
     hf, dtype = case.hf_config, torch.bfloat16 if mixed else torch.float32
     width, inner = hf["hidden_size"], hf["intermediate_size"]
-    heads, keys, dim = (hf[n] for n in ("num_attention_heads", "num_key_value_heads", "head_dim"))
+    heads, keys = hf["num_attention_heads"], hf["num_key_value_heads"]
+    dim = hf.get("head_dim") or width // heads
     layer = [(width, (heads + 2 * keys) * dim), (heads * dim, width)]
     layer += [(width, 2 * inner), (inner, width)]
     shapes = [*layer * hf["num_hidden_layers"], (width, case.vocabulary)]
@@ -288,7 +314,9 @@ def ways_of(case: Case, folder: Path, *, mixed: bool) -> dict[str, Step]:
     """Those of others."""
     found = {"loop with peft" if case.adapters else "loop": loop_of_users}
     if not case.adapters:
-        found |= {"Trainer": trainer, "SFTTrainer": sft_trainer, "floor": floor}
+        found |= {"floor": floor}
+        if case.model is None:
+            found |= {"Trainer": trainer, "SFTTrainer": sft_trainer}
     ways: dict[str, Step] = {}
     for name, make in found.items():
         needed = {"loop with peft": "peft", "SFTTrainer": "trl"}.get(name, "transformers")
@@ -302,8 +330,9 @@ def ways_of(case: Case, folder: Path, *, mixed: bool) -> dict[str, Step]:
 def measure(case: Case, folder: Path, *, mixed: bool, compiled: bool) -> None:
     """Print how fast each way is, and ours against it."""
     step, rows = ours(case, folder, mixed=mixed, compiled=compiled)
-    backend, _ = ours(case, folder, mixed=mixed, compiled=False, backend="transformers")
-    ways = {"ours": step, BACKEND: backend, **ways_of(case, folder, mixed=mixed)}
+    ways = {"ours": step, **ways_of(case, folder, mixed=mixed)}
+    if case.model is None:
+        ways[BACKEND], _ = ours(case, folder, mixed=mixed, compiled=False, backend="transformers")
     dtype = "bf16" if mixed else "fp32"
     seconds: dict[str, list[float]] = {name: [] for name in ways}
     for number, batch in enumerate(rows[: WARM + ROUNDS]):
@@ -319,8 +348,9 @@ def measure(case: Case, folder: Path, *, mixed: bool, compiled: bool) -> None:
     tokens = sum(case.documents)
     speed = {name: tokens / statistics.median(used) for name, used in seconds.items()}
     loop = speed["loop with peft" if case.adapters else "loop"]
-    wanted = 2.5 if len(case.documents) > 1 else 1.0
-    print(f"  {BACKEND} is {speed[BACKEND] / loop:.2f} x the loop (goal {wanted:g})")
+    if BACKEND in speed:
+        wanted = 2.5 if len(case.documents) > 1 else 1.0
+        print(f"  {BACKEND} is {speed[BACKEND] / loop:.2f} x the loop (goal {wanted:g})")
     for name, each in speed.items():
         goal = case.goals.get((dtype, name))
         wanted = f" (goal {goal:g})" if goal else ""
@@ -330,12 +360,13 @@ def measure(case: Case, folder: Path, *, mixed: bool, compiled: bool) -> None:
 
 def main(cases: Sequence[Case] = CASES) -> None:
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--case", choices=[case.name for case in cases])
+    parser.add_argument("--model", type=Path, help="A folder with a real model.")
+    parser.add_argument("--case", help="Only the case of this name.")
     parser.add_argument("--dtype", choices=["bf16", "fp32"])
     parser.add_argument("--compile", action="store_true", help="train.enable_compile")
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    for case in cases:
+    for case in (*cases, *(cases_of(asked.model) if asked.model else ())):
         if asked.case not in (None, case.name):
             continue
         with tempfile.TemporaryDirectory() as name:
@@ -346,8 +377,9 @@ def main(cases: Sequence[Case] = CASES) -> None:
                 documents=case.documents,
                 vocabulary=case.vocabulary,
             )
-            runs.write_config(folder / "model", **case.hf_config)
-            save_file(weights(case.hf_config), folder / "model" / "model.safetensors")
+            if case.model is None:
+                runs.write_config(folder / "model", **case.hf_config)
+                save_file(weights(case.hf_config), folder / "model" / "model.safetensors")
             for dtype in ("bf16", "fp32"):
                 if asked.dtype in (None, dtype):
                     print(f"{case.name}, {dtype}")

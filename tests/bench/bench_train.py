@@ -8,6 +8,9 @@ five rounds: tokens per second, and per CPU second of all ranks, which other wor
 disturbs less. Losses are compared first: they must be the same work. Peers that are not installed
 are named as missing. Figures go to docs/benchmarks/cpu.md.
 
+With `--model FOLDER` there are steps of a model of that folder's size too, of one chat of 72 tokens
+and of 2,000 tokens.
+
 On a machine with GPUs, `--device cuda` measures our step alone on models of billions of parameters
 (`train_cuda.py`).
 """
@@ -15,6 +18,7 @@ On a machine with GPUs, `--device cuda` measures our step alone on models of bil
 import argparse
 import importlib
 import importlib.util
+import json
 import os
 import platform
 import statistics
@@ -72,17 +76,30 @@ class Case:
     document: int | None
     """Tokens of a middling document; None: a document fills its row."""
     rows_per_step: int
+    sizes: Path | None = None
+    """A folder with the config.json of a model; None: a small one."""
 
     @property
     def hf_config(self) -> dict[str, Any]:
         """The model."""
-        return small_qwen3(self.vocabulary)
+        if self.sizes is None:
+            return small_qwen3(self.vocabulary)
+        return json.loads((self.sizes / "config.json").read_text())
 
 
 CASES = (
     Case("packed", vocabulary=4096, row=4096, document=400, rows_per_step=2),
     Case("one document", vocabulary=32768, row=1024, document=None, rows_per_step=2),
 )
+
+
+def cases_of(sizes: Path) -> tuple[Case, ...]:
+    """Steps of a model of this size."""
+    vocabulary = json.loads((sizes / "config.json").read_text())["vocab_size"]
+    return (
+        Case("real size, chat", vocabulary, 72, None, rows_per_step=2, sizes=sizes),
+        Case("real size, 2,000 tokens", vocabulary, 2000, 400, rows_per_step=2, sizes=sizes),
+    )
 
 
 def ours(folder: Path, ranks: ProcessInfo, *, mixed: bool) -> Any:
@@ -131,7 +148,7 @@ def measure(case: Case, folder: Path, ranks: ProcessInfo, *, mixed: bool) -> dic
         if importlib.util.find_spec(package) is None:
             say(ranks, f"  {name} is not installed, and is missing here")
             continue
-        make = getattr(importlib.import_module(module), function)
+        make = getattr(importlib.import_module(f"tests.bench.{module}"), function)
         step = make(case.hf_config, weights(case.hf_config), ranks, mixed=mixed)
         ways[name] = lambda number, step=step: step(steps[number])
     first = {name: way(0) for name, way in ways.items()}
@@ -176,7 +193,7 @@ def say(ranks: ProcessInfo, line: str) -> None:
 def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
     """All cases that are asked for; their figures are written down if that is all of them."""
     lines: list[str] = []
-    for case in CASES:
+    for case in (*CASES, *(cases_of(asked.model) if asked.model else ())):
         if asked.case not in (None, case.name):
             continue
         with shared_folder(ranks) as folder:
@@ -188,7 +205,8 @@ def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
                     document=case.document,
                     vocabulary=case.vocabulary,
                 )
-                runs.write_config(folder / "model", **case.hf_config)
+                (folder / "model").mkdir()
+                (folder / "model" / "config.json").write_text(json.dumps(case.hf_config))
             ranks.barrier()
             for dtype in ("bf16", "fp32"):
                 if asked.dtype not in (None, dtype):
@@ -202,7 +220,7 @@ def beside_peers(ranks: ProcessInfo, asked: argparse.Namespace) -> None:
                     say(ranks, line)
                 lines += found
             ranks.barrier()
-    if ranks.is_main_process and asked.case is None and asked.dtype is None:
+    if ranks.is_main_process and not (asked.case or asked.dtype or asked.model):
         machine = f"{platform.machine()}, {os.cpu_count()} CPUs, PyTorch {torch.__version__}."
         page = [machine, "", "```", *lines, "```"]
         train_cuda.write_page("cpu", "tests/bench/bench_train.py", page)
@@ -219,8 +237,9 @@ def shared_folder(ranks: ProcessInfo) -> Generator[Path]:
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--device", choices=["cpu", "cuda"], default="cpu")
-    parser.add_argument("--case", choices=[case.name for case in CASES])
+    parser.add_argument("--case", help="Only the case of this name.")
     parser.add_argument("--dtype", choices=["bf16", "fp32"])
+    parser.add_argument("--model", type=Path, help="A folder with a model's config.json.")
     asked = parser.parse_args()
     torch.set_num_threads(1)
     ranks = init_process_group(600)

@@ -23,3 +23,18 @@ def test_the_allocator_is_configured_on_gpus_unless_the_user_has(
         monkeypatch.setenv(name, value)
     monkeypatch.setattr(env, "num_gpus", lambda: gpus)
     assert env.cuda_allocator() == expected
+
+
+@pytest.mark.parametrize(
+    ("gpus", "written", "expected"),
+    [(0, {}, env.KEEPS_MEMORY), (1, {}, {}), (0, {"MALLOC_ARENA_MAX": "2"}, {})],
+)
+def test_ranks_on_a_cpu_keep_freed_memory_unless_the_user_has_configured_malloc(
+    monkeypatch, gpus, written, expected
+):
+    for name in ("MALLOC_ARENA_MAX", *env.KEEPS_MEMORY):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in written.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(env, "num_gpus", lambda: gpus)
+    assert env.host_allocator() == expected

@@ -127,6 +127,9 @@ def scale_(gradient: torch.Tensor, by: torch.Tensor) -> torch.Tensor:
     by_1 = by.to(precise).reshape(1)
     if gradient.device.type != "cpu":
         return torch.mul(gradient, by_1, out=gradient)
+    # As where backward starts at the loss: a pass over the memory of a head's gradient less.
+    if by_1.item() == 1:
+        return gradient
     block_rows = max(1, SCALED // max(1, gradient[:1].numel() * precise.itemsize))
     for rows in gradient.split(block_rows):
         torch.mul(rows, by_1, out=rows)

@@ -282,6 +282,19 @@ def cuda_allocator() -> dict[str, str]:
     return {ALLOCATOR[0]: "expandable_segments:True"}
 
 
+KEEPS_MEMORY = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(1 << 40)}
+"""glibc then keeps freed memory for the next step. By default it returns that of large tensors to
+the system, which clears every page again: a fifth of a short step of 135M weights on a CPU."""
+
+
+def host_allocator() -> dict[str, str]:
+    """`KEEPS_MEMORY` where weights are in host memory; empty with a GPU, or if the user has
+    configured malloc. Other C libraries do not read it."""
+    if num_gpus() or any(name.startswith("MALLOC_") for name in os.environ):
+        return {}
+    return KEEPS_MEMORY
+
+
 def terminal_width() -> dict[str, str]:
     """Variable that passes the terminal width to children whose output is forwarded; empty if
     stderr is not a terminal."""

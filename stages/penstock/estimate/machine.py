@@ -11,8 +11,6 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from packaging.version import Version
-
 from penstock.config.schema.parallelism import SPLIT_BACKWARD
 from penstock.config.schema.run import RunConfig
 from penstock.config.schema.train import TrainConfig
@@ -33,37 +31,20 @@ from penstock.engine.distributed.parallel_dims import (
     rows_per_step,
 )
 from penstock.engine.distributed.suggest_layout import LayoutSuggestion
-from penstock.engine.distributed.validate_layout import (
-    ModelDims,
-    is_model_parallel,
-    validate_layout,
-)
 from penstock.engine.model_source import quantization_args
-from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
 from penstock.engine.moe.deepep_requirements import require_nvlink, require_one_machine
-from penstock.engine.validate_model import (
-    require_dense_attention,
-    require_dense_networks,
-    require_fused_projections,
-    require_mtp,
-    require_prompts_apart,
-    require_rows_within_positions,
-    require_unnormalized_queries,
-    require_whole_documents,
-    uses_context_parallel,
-)
 from penstock.models.builtin import SCHEME
-from penstock.models.hf_config import HfConfig
 from penstock.train.launch.torchrun import num_local_ranks
 from penstock.train.trackers.registry import require_trackers
 from penstock_kernels.flash_packages import PACKAGES
 
 if TYPE_CHECKING:
     from penstock.models.family import Family
+    from penstock.models.hf_config import HfConfig
     from penstock.models.weights import WeightMap
 
 
-MIN_TORCH_FOR_SPLIT_BACKWARD = Version("2.12")
+MIN_TORCH_FOR_SPLIT_BACKWARD = "2.12"
 """The first PyTorch version that runs the schedules in SPLIT_BACKWARD."""
 
 
@@ -75,6 +56,14 @@ def world_size(run: RunConfig) -> int:
 
 def check_machine(run: RunConfig) -> None:
     """Refuse a run that this machine cannot train, or a layout that does not fit the ranks."""
+    from penstock.engine.moe.balancing_settings import needs_router_config, require_routers
+    from penstock.engine.validate_model import (
+        require_dense_networks,
+        require_prompts_apart,
+        require_whole_documents,
+        uses_context_parallel,
+    )
+
     # nvidia-smi, which says more than the number of GPUs, takes up to a second.
     needs_details = run.model.ep_dispatch == "deepep" or run.train.enable_fp8_training
     devices = detect_gpus() if needs_details else Gpus(env.num_gpus())
@@ -147,12 +136,14 @@ def require_quack() -> None:
 def check_schedule(train: TrainConfig) -> None:
     """Refuse schedules that this PyTorch cannot run: before 2.12 its split backward
     pass requires every input of a stage to be a tensor."""
+    from packaging.version import Version
+
     # From its metadata: a run whose stages are cached is planned without importing torch.
     schedule, installed = train.pipeline_parallel_schedule, version("torch")
     if (
         train.pipeline_parallel_size > 1
         and schedule in SPLIT_BACKWARD
-        and Version(installed) < MIN_TORCH_FOR_SPLIT_BACKWARD
+        and Version(installed) < Version(MIN_TORCH_FOR_SPLIT_BACKWARD)
     ):
         raise CapabilityError(
             f"train.pipeline_parallel_schedule is {schedule}, which needs PyTorch "
@@ -312,6 +303,13 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
     tensors that are not used."""
     from penstock.engine.hf.weight_files import require_adapter
     from penstock.engine.validate_backend import require_backend
+    from penstock.engine.validate_model import (
+        require_dense_attention,
+        require_fused_projections,
+        require_mtp,
+        require_rows_within_positions,
+        require_unnormalized_queries,
+    )
     from penstock.models.automodel.family import AutoFamily
     from penstock.models.multimodal import language_config
 
@@ -363,7 +361,7 @@ def check_model(run: RunConfig) -> tuple[str, ...]:
     return _check_base_files(run, config, family, shape.num_hidden_layers)
 
 
-def resolve_family(run: RunConfig) -> tuple[HfConfig, "Family"]:
+def resolve_family(run: RunConfig) -> "tuple[HfConfig, Family]":
     """The model's config.json and its family. Raises CapabilityError as `get_family`."""
     from penstock.models.registry import get_family
 
@@ -371,12 +369,12 @@ def resolve_family(run: RunConfig) -> tuple[HfConfig, "Family"]:
     return config, get_family(config, run.model.backend, adapters=run.lora.enable_lora)
 
 
-def _tensor_names(run: RunConfig, config: HfConfig, family: "Family") -> "WeightMap":
+def _tensor_names(run: RunConfig, config: "HfConfig", family: "Family") -> "WeightMap":
     return family.weight_map(family.read(config), merge_qkv=run.model.merge_qkv)
 
 
 def _check_base_files(
-    run: RunConfig, config: HfConfig, family: "Family", num_layers: int
+    run: RunConfig, config: "HfConfig", family: "Family", num_layers: int
 ) -> tuple[str, ...]:
     """Refuse weights in a folder of this machine that are not those of this config.json; the note
     names those that are not used."""
@@ -404,7 +402,7 @@ def _check_base_files(
     return (unused,) if unused else ()
 
 
-def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> None:
+def _require_adapters(run: RunConfig, config: "HfConfig", family: "Family") -> None:
     """Refuse a rank that is too large, and options that adapters of the targeted layers do not
     have."""
     from penstock.adapters.match_targets import linear_layers, match_targets, require_adaptable
@@ -457,7 +455,7 @@ def _require_adapters(run: RunConfig, config: HfConfig, family: "Family") -> Non
         require_formats(quantization_args(run), names, family.roles, run.train.tensor_parallel_size)
 
 
-def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "WeightMap":
+def _adapted_names(run: RunConfig, config: "HfConfig", family: "Family") -> "WeightMap":
     """The names of the model's tensors, with those of its vision part if targets name it."""
     from penstock.adapters.match_targets import names_vision
 
@@ -473,6 +471,12 @@ def _adapted_names(run: RunConfig, config: HfConfig, family: "Family") -> "Weigh
 def check_layout(run: RunConfig, gpus: int = 0) -> None:
     """Refuse a parallel layout that the model does not support. `gpus` is the number of GPUs of
     the machines that train, if known."""
+    from penstock.engine.distributed.validate_layout import (
+        ModelDims,
+        is_model_parallel,
+        validate_layout,
+    )
+
     dims = ModelDims.of(resolve_hf_config(run)) if is_model_parallel(run.train) else None
     validate_layout(run, world_size, dims, _suggest_launches(run, gpus))
 
@@ -515,7 +519,7 @@ def rows_per_step_to_pack(run: RunConfig) -> int:
     return rows_per_step(run.train, num_replicas=1)
 
 
-def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) -> HfConfig:
+def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) -> "HfConfig":
     """The model's config.json, updated with `entries` (default: `model.foundation`). If it is on
     the hub, only this file is fetched."""
     from penstock.engine.hf.config import read_hf_config
@@ -529,7 +533,7 @@ def resolve_hf_config(run: RunConfig, entries: Mapping[str, Any] | None = None) 
     return read_hf_config(source, entries, runs_code=runs_code)
 
 
-def resolve_text_config(run: RunConfig) -> HfConfig:
+def resolve_text_config(run: RunConfig) -> "HfConfig":
     """`resolve_hf_config`, and of a multimodal model that of its language model."""
     from penstock.models.multimodal import language_config
 

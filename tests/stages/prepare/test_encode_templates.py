@@ -7,9 +7,11 @@ from typing import Any
 
 import pyarrow as pa
 import pytest
+from jinja2.sandbox import ImmutableSandboxedEnvironment
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from penstock.prepare.bad_records import BadRecord
+from penstock.prepare.chat_templates.compiled import compile_template
 from penstock.prepare.encode.encoder import Encoder
 from penstock.prepare.encode.render_chat import Renderer
 from penstock.prepare.readers.columnar import arrow_file
@@ -217,3 +219,15 @@ def test_nulls_that_columns_are_filled_with_are_read_as_absent(tmp_path):
     [chunk] = arrow_file(SourceFile("tools.arrow", path), None)
     assert batch.to_pylist()[0]["tools"] != tools
     assert chunk.values() == [{"tools": tools, "alone": None}]
+
+
+def test_a_key_of_a_message_is_read_as_jinja_reads_it():
+    template = "".join(
+        f"{{{{ m.{name} is defined }}}} {{{{ m.{name} is callable }}}} "
+        for name in ("role", "items", "keys", "absent", "__class__")
+    )
+    messages = [{"role": "user", "content": "a", "items": 3}]
+    text = f"{{% for m in messages %}}{template}{{{{ m.role }}}}{{% endfor %}}"
+    plain = ImmutableSandboxedEnvironment().from_string(text).render(messages=messages)
+    assert compile_template(text).render(messages, {}) == plain
+    assert "user" in plain

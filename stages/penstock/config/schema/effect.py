@@ -165,7 +165,13 @@ def unused_fields(section: ConfigSection, run: ConfigSection) -> Iterator[Declar
 
 def without_unused(run: Root) -> Root:
     """The run in which every field that has no effect has its default."""
-    return used_part(run, run)
+    # Of the last run asked for: each stage asks for it, several times. A run is frozen.
+    if not _LAST or _LAST[0] is not run:
+        _LAST[:] = run, used_part(run, run)
+    return cast("Root", _LAST[1])
+
+
+_LAST: list[ConfigSection] = []
 
 
 def used_part(section: Section, run: ConfigSection) -> Section:

@@ -5,7 +5,6 @@ import socket
 from collections.abc import Sequence
 from typing import Any
 from urllib.parse import urlsplit
-from urllib.request import getproxies, proxy_bypass
 
 from penstock.core.remote.answers import AnswerError
 
@@ -50,6 +49,9 @@ def resolve(host: str) -> list[str]:
 
 def has_proxy(url: str) -> bool:
     """Whether the environment names a proxy for the URL."""
+    # It imports HTTP and TLS, which a finished run does without.
+    from urllib.request import getproxies, proxy_bypass
+
     parts = urlsplit(url)
     return parts.scheme in getproxies() and not proxy_bypass(parts.netloc.rpartition("@")[2])
 

@@ -4,7 +4,6 @@ A store that answers with other bytes than those that were requested is an error
 status says.
 """
 
-import asyncio
 import re
 from collections.abc import AsyncIterator, Callable
 
@@ -56,6 +55,8 @@ async def receive(
 ) -> None:
     """Write the chunks as they arrive. Raises StalledError if fewer than `expected` bytes come, and
     AnswerError before more are written: a body may never end."""
+    import asyncio  # thirty modules, which a finished run does without
+
     clock = asyncio.get_running_loop().time
     length, mark, since = 0, 0, clock()
     while True:

@@ -11,7 +11,6 @@ import socket
 from collections.abc import Iterator
 from contextlib import suppress
 from datetime import UTC, datetime
-from email.utils import parsedate_to_datetime
 from http import HTTPStatus
 from typing import Any, Literal
 
@@ -215,6 +214,10 @@ def retry_after(error: BaseException) -> float | None:
         text = str(headers.get("Retry-After") or headers.get("retry-after") or "")  # pyright: ignore[reportUnknownMemberType, reportUnknownArgumentType]
         if text.strip().isdecimal():
             return float(text)
+        if not text:
+            continue
+        from email.utils import parsedate_to_datetime
+
         with suppress(ValueError, TypeError):
             return (parsedate_to_datetime(text) - datetime.now(UTC)).total_seconds()
     return None

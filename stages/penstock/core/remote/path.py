@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from penstock.core import env
 from penstock.core.errors import ArtifactError, StageError
@@ -25,7 +25,9 @@ from penstock.core.remote.errors import (
     to_run_error,
 )
 from penstock.core.remote.urls import PACKAGE_OF, WEB, redact, url_join, url_scheme
-from penstock.core.remote.web import WebFile
+
+if TYPE_CHECKING:
+    from penstock.core.remote.web import WebFile
 
 Info = Mapping[str, Any]
 """File metadata of a store: `size` in bytes, and version fields whose names depend on the store."""
@@ -83,7 +85,9 @@ class RemotePath:
         return redact(self.url)
 
     @property
-    def web_file(self) -> WebFile:
+    def web_file(self) -> "WebFile":
+        from penstock.core.remote.web import WebFile  # imports asyncio and TLS
+
         return WebFile(self.url, self.system, is_trusted=self.is_trusted)
 
     @property

@@ -5,8 +5,8 @@ the template's globals one by one. Both take as long as rendering. What is rende
 which the sandbox does not let a template change.
 """
 
-from collections.abc import Mapping, Sequence
-from functools import lru_cache
+from collections.abc import Callable, Mapping, Sequence
+from functools import lru_cache, partial
 from typing import Any
 
 from transformers.utils import chat_template_utils
@@ -20,6 +20,9 @@ class CompiledTemplate:
 
     def __init__(self, template: Any) -> None:
         self._template = template
+        environment = template.environment
+        if not isinstance(environment.getattr, partial):
+            environment.getattr = partial(_key_or_attribute, environment.getattr)
         # render_jinja_template passes `documents`, too: a template that tests it would find it
         # undefined.
         self._globals: dict[str, Any] = {**template.globals, "documents": None}
@@ -45,6 +48,17 @@ class CompiledTemplate:
         template, environment = self._template, self._template.environment
         context = environment.context_class(environment, names, template.name, template.blocks)
         return template.root_render_func(context)
+
+
+DICT_ATTRIBUTES = frozenset(dir(dict))
+
+
+def _key_or_attribute(general: Callable[[Any, str], Any], value: Any, name: str) -> Any:
+    """As `Environment.getattr`, which first asks a message for an attribute `role`, and raises and
+    catches an AttributeError each time that a template writes `message.role`."""
+    if type(value) is dict and name in value and name not in DICT_ATTRIBUTES:
+        return value[name]
+    return general(value, name)
 
 
 class PublicTemplate:

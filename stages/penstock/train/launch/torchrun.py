@@ -66,6 +66,7 @@ def start_ranks(job: Job, file: Path, *, module: str = "penstock.train") -> Laun
                         "OMP_NUM_THREADS": str(threads_per_rank(job.config)),
                         **env.openmp_waiting(),
                         **env.cuda_allocator(),
+                        **env.host_allocator(),
                         **env.terminal_width(),
                         **gloo_interface(launch.rdzv_endpoint),
                     }
