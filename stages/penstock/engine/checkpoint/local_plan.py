@@ -14,8 +14,8 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-# Layers repeat the same names and numbers, which the fastest level compresses as well.
-_LEVEL = 1
+# Milliseconds on each rank, and half as many bytes for rank 0 as at the fastest level.
+_LEVEL = 9
 
 
 class BoxShape(NamedTuple):
