@@ -1,6 +1,5 @@
-"""Read boxes of tensors ahead: a thread reads the next ones while the caller copies and sends."""
+"""Read boxes of tensors ahead: a thread reads the next one while the caller copies and sends."""
 
-from collections import deque
 from collections.abc import Iterable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
@@ -9,9 +8,6 @@ from typing import NamedTuple
 import torch
 
 from penstock.engine.quantization.quantized_reader import TensorReader
-
-# How many boxes are read ahead: one that is being read, and one that is ready.
-_DEPTH = 2
 
 
 class BoxToRead(NamedTuple):
@@ -30,11 +26,13 @@ def read_ahead(
     # as a new thread's is 0.
     uses_cuda = device.type == "cuda"
     set_device = partial(torch.cuda.set_device, device) if uses_cuda else None
-    pending: deque[Future[torch.Tensor]] = deque()
     with ThreadPoolExecutor(1, "penstock-read-ahead", initializer=set_device) as thread:
+        ready: Future[torch.Tensor] | None = None
         for box in boxes:
-            pending.append(thread.submit(reader.box, *box))
-            if len(pending) > _DEPTH:
-                yield pending.popleft().result()
-        while pending:
-            yield pending.popleft().result()
+            # No further ahead: each block takes host memory on every rank of the machine.
+            following = thread.submit(reader.box, *box)
+            if ready:
+                yield ready.result()
+            ready = following
+        if ready:
+            yield ready.result()
