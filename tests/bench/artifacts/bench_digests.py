@@ -18,7 +18,8 @@ from pathlib import Path
 import torch
 
 from penstock.core.cache.folder_digests import Digester, FolderDigests
-from penstock.engine.checkpoint.dcp_io import Boxes, whole_box, write_boxes
+from penstock.engine.checkpoint.dcp_io import Boxes, whole_box
+from penstock.engine.checkpoint.dcp_writer import write_boxes
 
 REPEATS = 3
 NUMBERS = 16 << 20

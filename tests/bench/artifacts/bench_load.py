@@ -5,8 +5,9 @@ A random checkpoint in bf16 (default 1e9 parameters, two files) is loaded into f
 FSDP2 shards over four processes; every measure has processes of its own, and ways take turns.
 Printed are the peak of host memory, as the sum of the processes' proportional sets over what they
 had after importing, divided by the bytes of the weights as trained (goal for ours: at most 1.3),
-and the median seconds. Peers: torch's broadcast of a full state dict that the first rank has read
-(what accelerate and transformers do under FSDP2), and torch's distributed reader of such folders.
+the median seconds, and of ours the reads of the rank with most. Peers: torch's broadcast of a full
+state dict that the first rank has read (what accelerate and transformers do under FSDP2), and
+torch's distributed reader of such folders.
 
 Then the same parameters are saved as a checkpoint, against writing as many bytes to the same disk.
 """
@@ -157,6 +158,8 @@ def be_rank(
     pipe.send("ready")
     pipe.recv()
     ranks.barrier()
+    preadv, counts = os.preadv, [0]
+    os.preadv = lambda *given: counts.append(preadv(*given)) or counts[-1]
     started = time.perf_counter()
     if way.startswith("save"):
         seconds = save(model, folder, ranks)
@@ -164,6 +167,7 @@ def be_rank(
         WAYS[way](model, folder, ranks)
         ranks.barrier()
         seconds = {"load": time.perf_counter() - started}
+        seconds |= {"reads": len(counts) - 1, "read bytes": sum(counts)}
     total = sum(local(p.detach()).double().sum() for p in model.parameters())
     assert isinstance(total, torch.Tensor)
     pipe.send((seconds, ranks.all_reduce_sum(total).item()))
@@ -209,7 +213,8 @@ def pss(pids: list[int]) -> int:
 
 
 def measure(config: DecoderConfig, folder: Path, way: str) -> tuple[float, dict[str, float], float]:
-    """Peak bytes beyond idle processes, the leading rank's seconds, and the sum of all weights."""
+    """Peak bytes beyond idle processes, the slowest rank's seconds and the reads of the rank with
+    most, and the sum of all weights."""
     context = multiprocessing.get_context("spawn")
     with tempfile.TemporaryDirectory() as place:
         pipes, processes = [], []
@@ -233,7 +238,8 @@ def measure(config: DecoderConfig, folder: Path, way: str) -> tuple[float, dict[
         for pipe, process in zip(pipes, processes, strict=True):
             pipe.send("bye")
             process.join()
-    return peak - idle, *told[0]
+    most = {what: max(own[what] for own, _ in told) for what in told[0][0]}
+    return peak - idle, most, told[0][1]
 
 
 def main() -> None:
@@ -257,6 +263,9 @@ def main() -> None:
             memory = max(each[0] for each in found) / trained
             seconds = statistics.median(each[1]["load"] for each in found)
             print(f"{way:45} peak {memory:5.2f} x the weights  {seconds:6.2f} s")
+            if reads := found[0][1]["reads"]:
+                read = found[0][1]["read bytes"]
+                print(f"    a rank reads at most {read / 1e6:.0f} MB in {reads:.0f} reads")
         best = max(each[0] for each in runs["ours, broadcast"]) / trained
         print(f"goal: broadcast at most {GOAL} x: {'met' if best <= GOAL else 'MISSED'}")
         rounds = [measure(config, folder, f"save {number}")[1] for number in range(given.rounds)]

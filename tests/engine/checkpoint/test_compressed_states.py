@@ -9,7 +9,8 @@ import torch
 from torch.distributed.checkpoint.metadata import TensorStorageMetadata
 
 from penstock.core.errors import ArtifactError
-from penstock.engine.checkpoint.dcp_io import ShardView, whole_box, write_boxes
+from penstock.engine.checkpoint.dcp_io import ShardView, whole_box
+from penstock.engine.checkpoint.dcp_writer import write_boxes
 from penstock.engine.checkpoint.folders import complete_checkpoints
 from penstock.engine.checkpoint.quantized_boxes import QuantizedStates, compressed_boxes
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles

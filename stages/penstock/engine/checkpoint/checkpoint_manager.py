@@ -24,7 +24,8 @@ from penstock.core.files import PART, atomic_write, fsync, regular_files, remove
 from penstock.core.os_errors import describe_os_error, is_full_disk
 from penstock.core.replace_folder import replace_folder
 from penstock.engine.checkpoint.async_staging import StagingBuffers
-from penstock.engine.checkpoint.dcp_io import Boxes, first_rank_error, write_boxes
+from penstock.engine.checkpoint.dcp_io import Boxes, first_rank_error
+from penstock.engine.checkpoint.dcp_writer import write_boxes
 from penstock.engine.checkpoint.folders import (
     BEST,
     BEST_MARK,

@@ -1,48 +1,32 @@
-"""Read and write boxes of tensors with torch.distributed.checkpoint (DCP).
+"""Boxes of tensors in torch.distributed.checkpoint (DCP), and reading them.
 
 A rank's part of a tensor may be several boxes, and several ranks may hold the same one; DCP's own
 planners support one box per tensor. Files name tensors only, never ranks, so any layout can read a
 checkpoint.
 """
 
-import io
 import math
-import os
 import warnings
-from collections.abc import Generator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
-from typing import Any, BinaryIO, cast
+from typing import Any
 
 import torch
-import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner, DefaultSavePlanner
-from torch.distributed.checkpoint.filesystem import FileSystem, FileSystemWriter
+from torch.distributed.checkpoint.default_planner import DefaultLoadPlanner
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
     Metadata,
     MetadataIndex,
-    StorageMeta,
-    TensorProperties,
     TensorStorageMetadata,
 )
 from torch.distributed.checkpoint.planner import (
     LoadPlan,
     ReadItem,
-    SavePlan,
-    SavePlanner,
-    TensorWriteData,
-    WriteItem,
-    WriteItemType,
 )
 from torch.distributed.checkpoint.planner_helpers import create_read_items_for_chunk_list
-from torch.distributed.checkpoint.storage import WriteResult
-from torch.futures import Future
 
-from penstock.core.cache.folder_digests import Digester, FileDigest
 from penstock.core.errors import ArtifactError
 from penstock.engine.checkpoint.safe_dcp_reader import CheckpointFiles
 
@@ -73,19 +57,6 @@ Boxes = Mapping[str, Sequence[ShardView]]
 def whole_box(tensor: torch.Tensor) -> ShardView:
     """The box that is a full tensor."""
     return ShardView(tuple(tensor.shape), (0,) * tensor.dim(), tensor)
-
-
-def write_boxes(
-    boxes: Boxes, folder: Path, group: dist.ProcessGroup | None
-) -> dict[str, FileDigest]:
-    """Write what all ranks of the group hold. Collective. Returns the digests of the files that
-    this rank wrote, by name.
-
-    A box that several ranks hold is written by one of them, so that all write about as much.
-    """
-    writer = _Writer(folder)
-    dcp.save(dict(boxes), storage_writer=writer, planner=_Saving(), process_group=group)
-    return writer.files.digests
 
 
 def read_boxes(boxes: Boxes, files: CheckpointFiles) -> None:
@@ -148,36 +119,6 @@ def _other_model(files: CheckpointFiles, fault: str) -> ArtifactError:
     )
 
 
-class _Saving(DefaultSavePlanner):
-    """Save planner for boxes instead of DCP's one box per tensor."""
-
-    def __init__(self) -> None:
-        super().__init__(flatten_state_dict=False, flatten_sharded_tensors=False)
-
-    def create_local_plan(self) -> SavePlan:
-        items: dict[MetadataIndex, WriteItem] = {}
-        for name, parts in self.state_dict.items():
-            for box in parts:
-                index = MetadataIndex(name, box.offsets)
-                # Only the dtype: other properties in memory must not change the file.
-                properties = TensorProperties(dtype=box.dtype)
-                size = torch.Size(box.full_shape)
-                # By index, as two parameters of a rank may be the same box; the coordinator
-                # deduplicates across ranks.
-                items[index] = WriteItem(
-                    index=index,
-                    # A shard even if it is the full tensor: several ranks may hold it.
-                    type=WriteItemType.SHARD,
-                    tensor_data=TensorWriteData(box.chunk, properties, size),
-                )
-        return SavePlan(list(items.values()))
-
-    def lookup_object(self, index: MetadataIndex) -> torch.Tensor:
-        parts: Sequence[ShardView] = self.state_dict[index.fqn]
-        box = next(box for box in parts if torch.Size(box.offsets) == index.offset)
-        return box.data.to(box.dtype)
-
-
 class _Loading(DefaultLoadPlanner):
     """Load planner for a fixed list of reads into boxes."""
 
@@ -201,83 +142,3 @@ class _Loading(DefaultLoadPlanner):
         assert index.index is not None
         # By index: two parameters of one rank may be the same box.
         return self.state_dict[index.fqn][index.index].data
-
-
-class _Writer(FileSystemWriter):
-    """DCP's file writer with deterministic files: the same content gives the same bytes."""
-
-    def __init__(self, path: Path) -> None:
-        # No copy-ahead: it starts with the smallest tensors only on CUDA, and its thread would
-        # allocate memory on another rank's device.
-        # `sync_files` calls fsync on each file before the manager publishes the folder.
-        super().__init__(path, sync_files=True, thread_count=1, per_thread_copy_ahead=0)
-        # The base class writes through `fs`, so digests need no second pass over the files.
-        self.fs = self.files = _DigestedFiles()
-
-    def storage_meta(self) -> StorageMeta:
-        # The default stores this machine's path and a random id.
-        return StorageMeta(checkpoint_id=None, save_id=None)
-
-    def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        try:
-            return super().write_data(plan, planner)
-        except (RuntimeError, OSError) as error:
-            # For a failed write torch only reports a wrong archive length, and closing the file
-            # fails again.
-            if self.files.refused:
-                raise self.files.refused from error
-            raise
-
-
-class _DigestedFiles(FileSystem):
-    """A file system that computes digests while writing, by file name."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.digests: dict[str, FileDigest] = {}
-        self.refused: OSError | None = None
-        """The error of a failed write."""
-
-    @contextmanager
-    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Generator[io.IOBase]:
-        with super().create_stream(path, mode) as raw:
-            if mode != "wb":
-                yield raw
-                return
-            stream = _DigestedStream(cast("BinaryIO", raw), self, path)
-            yield cast("io.IOBase", stream)
-            self.digests[Path(path).name] = stream.digester.result()
-
-    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        super().rename(path, new_path)
-        # DCP writes `.metadata` under another name first.
-        self.digests[Path(new_path).name] = self.digests.pop(Path(path).name)
-
-
-class _DigestedStream:
-    """A file that is written sequentially."""
-
-    def __init__(self, raw: BinaryIO, files: _DigestedFiles, path: str | os.PathLike[str]) -> None:
-        self._raw, self._files, self._path = raw, files, path
-        self.digester = Digester()
-        self.tell, self.fileno, self.close = raw.tell, raw.fileno, raw.close
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write and update the digest. Raises OSError that names the file."""
-        with self._noted():
-            count = self._raw.write(data)
-        self.digester.update(data)
-        return count
-
-    def flush(self) -> None:
-        with self._noted():
-            self._raw.flush()
-
-    @contextmanager
-    def _noted(self) -> Generator[None]:
-        try:
-            yield
-        except OSError as error:
-            error.filename = os.fspath(self._path)
-            self._files.refused = error
-            raise

@@ -15,6 +15,7 @@ from penstock.adapters.names import parse_lora_name
 from penstock.core.errors import CapabilityError
 from penstock.engine.distributed.param_shards import LocalParam, TensorShard, local
 from penstock.engine.distributed.ranks import ProcessInfo
+from penstock.engine.hf.read_ahead import BoxToRead, read_ahead
 from penstock.engine.hf.safetensors_reader import SafetensorsFolder, narrow
 from penstock.engine.hf.weight_files import require_shape
 from penstock.engine.quantization.quantized_reader import QuantizeOnLoad, TensorReader
@@ -27,8 +28,8 @@ ToReader = Callable[[SafetensorsFolder], TensorReader]
 
 Readers = Literal["first_rank", "all_ranks"]
 
-# Bytes of a tensor that are read and sent at a time.
-BLOCK_BYTES = 4 << 20
+# Bytes of a tensor that are read and sent at a time: enough for a parallel file system.
+BLOCK_BYTES = 16 << 20
 
 
 @dataclass(frozen=True)
@@ -73,8 +74,9 @@ def load_weights(
     if weights is None:
         return
     boxes = _boxes(stored)
+    pin_memory = ranks.device.type == "cuda"
     if readers == "all_ranks" or ranks.world_size == 1:
-        with SafetensorsFolder(weights) as folder:
+        with SafetensorsFolder(weights, pin_memory=pin_memory) as folder:
             _read(boxes, to_reader(folder), ranks)
         _require_finite(boxes, weights, ranks)
         return
@@ -86,7 +88,7 @@ def load_weights(
     # A separate group: P2P messages must not be counted among the collectives of all ranks.
     group = dist.new_group()
     assert isinstance(group, dist.ProcessGroup)
-    with SafetensorsFolder(weights) as folder:
+    with SafetensorsFolder(weights, pin_memory=pin_memory) as folder:
         reader = to_reader(folder) if ranks.is_main_process else None
         _receive(_boxes(receiving), reader, ranks, group)
     dist.destroy_process_group(group)
@@ -132,13 +134,18 @@ def _read(boxes: Sequence[_Box], folder: TensorReader, ranks: ProcessInfo) -> No
     _check(folder, shapes)
     if isinstance(folder, QuantizeOnLoad):
         folder.measure(shapes, ranks)
+    into: list[torch.Tensor] = []
+    blocks: list[BoxToRead] = []
     # In the order of the files, so that each is read from its beginning to its end.
     for box in sorted(boxes, key=lambda box: (folder.order(box.piece.tensor), box.piece.offsets)):
         piece = box.piece
         for first, end in row_blocks(piece.sizes, folder.stored(piece.tensor).dtype):
             offsets = (piece.offsets[0] + first, *piece.offsets[1:])
-            rows = folder.box(piece.tensor, offsets, (end - first, *piece.sizes[1:]))
-            box.into[first:end].copy_(rows)
+            into.append(box.into[first:end])
+            blocks.append(BoxToRead(piece.tensor, offsets, (end - first, *piece.sizes[1:])))
+    for rows_into, rows in zip(into, read_ahead(folder, blocks, ranks.device), strict=True):
+        # To the device first: a copy that also converts does so on the CPU, and waits for it.
+        rows_into.copy_(rows.to(rows_into.device, non_blocking=True))
 
 
 def _check(folder: TensorReader, shapes: dict[str, tuple[int, ...]]) -> None:
@@ -172,17 +179,27 @@ def _receive(
     local_boxes: dict[str, list[_Box]] = {}
     for box in boxes:
         local_boxes.setdefault(box.piece.tensor, []).append(box)
-    sender = _Sender(folder, wishes, ranks.device, group) if folder else None
     # All ranks go through the same blocks in the same order, so sends and receives pair up.
-    for name, (shape, dtype) in order.items():
-        for first, end in row_blocks(shape, dtype):
-            if sender:
-                sender.block(name, first, end, local_boxes.get(name, ()))
-            else:
-                for box in local_boxes.get(name, ()):
-                    _receive_rows(box, first, end, dtype, ranks.device, group)
-    if sender:
-        sender.finish()
+    blocks = [
+        (name, first, end)
+        for name, (shape, dtype) in order.items()
+        for first, end in row_blocks(shape, dtype)
+    ]
+    if folder is None:
+        for name, first, end in blocks:
+            for box in local_boxes.get(name, ()):
+                _receive_rows(box, first, end, order[name][1], ranks.device, group)
+        return
+    sender = _Sender(wishes, ranks.device, group)
+    to_read = [
+        BoxToRead(name, (first, *(0 for _ in columns)), (end - first, *columns))
+        for name, first, end in blocks
+        for columns in [order[name][0][1:]]
+    ]
+    rows_of_blocks = read_ahead(folder, to_read, ranks.device)
+    for (name, first, end), rows in zip(blocks, rows_of_blocks, strict=True):
+        sender.block(name, first, end, rows, local_boxes.get(name, ()))
+    sender.finish()
 
 
 def _agree_on_order(
@@ -210,16 +227,15 @@ def _agree_on_order(
 
 
 class _Sender:
-    """Rank 0's side: reads one block while the previous one is being sent."""
+    """Rank 0's side: prepares one block while the previous one is being sent."""
 
     def __init__(
         self,
-        folder: TensorReader,
         wishes: Sequence[Sequence[TensorShard]],
         device: torch.device,
         group: dist.ProcessGroup,
     ) -> None:
-        self._folder, self._device, self._group = folder, device, group
+        self._device, self._group = device, group
         self._wishes: dict[str, list[tuple[int, TensorShard]]] = {}
         for rank, pieces in enumerate(wishes):
             for piece in pieces if rank else ():
@@ -227,10 +243,12 @@ class _Sender:
         self._under_way: list[dist.Work] = []
         self._sends: list[dist.P2POp] = []
 
-    def block(self, name: str, first: int, end: int, own: Sequence[_Box]) -> None:
-        shape = self._folder.stored(name).shape
-        zeros = (0,) * (len(shape) - 1)
-        rows = self._folder.box(name, (first, *zeros), (end - first, *shape[1:]))
+    def block(
+        self, name: str, first: int, end: int, rows: torch.Tensor, own: Sequence[_Box]
+    ) -> None:
+        """Copy and send the `rows` of a tensor."""
+        # Once for all ranks: each is sent a part of it, from the device of the process group.
+        rows = rows.to(self._device, non_blocking=True)
         for box in own:
             if part := _overlap(box.piece, first, end):
                 low, high = part
@@ -239,11 +257,7 @@ class _Sender:
             dist.P2POp(
                 dist.isend,
                 # As bytes: some dtypes of files cannot be sent.
-                _columns(rows, piece, *part, first)
-                .contiguous()
-                .view(-1)
-                .view(torch.uint8)
-                .to(self._device),
+                _columns(rows, piece, *part, first).contiguous().view(-1).view(torch.uint8),
                 rank,
                 self._group,
             )

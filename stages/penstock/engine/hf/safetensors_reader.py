@@ -60,9 +60,10 @@ class SafetensorsFolder:
     """The tensors of a folder, by name. Every method may raise CapabilityError for a folder without
     safetensors or with invalid ones; the constructor reads nothing."""
 
-    def __init__(self, folder: Path, single: str = SINGLE) -> None:
-        """`single` is the name of the file if there is no index."""
-        self._folder, self._single = folder, single
+    def __init__(self, folder: Path, single: str = SINGLE, *, pin_memory: bool = False) -> None:
+        """`single` is the name of the file if there is no index. Boxes are read into pinned memory
+        if asked, from which CUDA copies while the next ones are read."""
+        self._folder, self._single, self._pin_memory = folder, single, pin_memory
         self._rename: Callable[[str], str] = str
         self._open: dict[Path, int] = {}
         self._headers = cache(read_header)
@@ -79,7 +80,7 @@ class SafetensorsFolder:
         """The same tensors under other names, which `rename` makes of those in the files. It is
         closed with this folder.
         """
-        view = SafetensorsFolder(self._folder, self._single)
+        view = SafetensorsFolder(self._folder, self._single, pin_memory=self._pin_memory)
         view._rename, view._open, view._headers = rename, self._open, self._headers
         return view
 
@@ -121,7 +122,9 @@ class SafetensorsFolder:
         """A box of a tensor, on the CPU, as stored."""
         entry = self.stored(name)
         width = entry.dtype.itemsize
-        raw = torch.empty(math.prod(sizes) * width, dtype=torch.uint8, device="cpu")
+        raw = torch.empty(
+            math.prod(sizes) * width, dtype=torch.uint8, device="cpu", pin_memory=self._pin_memory
+        )
         # The tensor's own memory, into which files are read without a copy.
         into = raw.numpy().data
         file, done = self._files[name], 0
