@@ -14,8 +14,11 @@ from torch import nn
 
 from penstock.adapters.add_low_rank import AddLowRank, can_add_in_place
 from penstock.adapters.dora import Normed, SumSquares, dora_scale, no_reduce, row_norms
+from penstock.adapters.factor_copies import FactorCopies
+from penstock.adapters.lora_products import joint_outputs
 from penstock.adapters.weight_delta import LoraDelta
 from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.joint_linear import JointLinear
 from penstock.models.layers.linear_terms import LinearTerms, ScaledProducts, WeightedRows
 from penstock.models.layers.quantized_linear import affine, dequantize_rows, get_weight, set_weight
 
@@ -23,7 +26,7 @@ Affine = Callable[..., torch.Tensor]
 """`x W^T + b` of x, W and an optional b."""
 
 
-class LoraLinear(nn.Linear, LinearTerms):
+class LoraLinear(nn.Linear, LinearTerms, JointLinear):
     """A linear layer with a frozen weight and one pair of LoRA matrices per adapted part.
 
     It takes over the base layer's parameters under the same names. A fused projection has several
@@ -64,12 +67,19 @@ class LoraLinear(nn.Linear, LinearTerms):
             {part: (parts[part],) for part in adapted if normed == "dora"}, device
         )
         self.lora_dropout = nn.ModuleDict(dropout)
+        self.is_fusable = normed == "plain" and not any(d.is_enabled for d in dropout.values())
+        """Whether the base product and those of the adapters may be one node of the graph; a layout
+        may set it to False."""
+        self.copies: FactorCopies | None = None
+        """Copies of the matrices that the layers of a model share; None: cast in each pass."""
 
     def forward(self, input: torch.Tensor) -> torch.Tensor:
         """The base layer's output plus each adapted part's `s B A x`, in the dtype of the base
         output. Inputs are [T, in], or have more dimensions before the last."""
         if input.ndim > 2:
             return self.forward(input.flatten(0, -2)).unflatten(0, input.shape[:-1])
+        if joint := joint_outputs((self,), input):
+            return joint[0]
         if self.lora_magnitude:
             return self._forward_dora(input)
         y = self.affine(input, self.weight, self.bias)
@@ -89,6 +99,18 @@ class LoraLinear(nn.Linear, LinearTerms):
                     rows = torch.add(rows, product, alpha=self.scale)
             outputs.append(rows.to(y.dtype))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=-1)
+
+    def forward_jointly(
+        self, x_TK: torch.Tensor, layers: Sequence[nn.Module]
+    ) -> Sequence[torch.Tensor] | None:
+        adapted = tuple(layer for layer in layers if isinstance(layer, LoraLinear))
+        # Hooks, such as those of an FSDP unit, run in calls of a layer.
+        has_hooks = any(layer._forward_pre_hooks or layer._forward_hooks for layer in adapted)
+        outputs = None if has_hooks else joint_outputs(adapted, x_TK)
+        if outputs is None:
+            return None
+        y_TN = iter(outputs)
+        return [next(y_TN) if layer in adapted else layer(x_TK) for layer in layers]
 
     def products(self, x: torch.Tensor) -> list[WeightedRows] | None:
         """The terms of the weight and of B, for a layer with one part and without bias and

@@ -80,6 +80,7 @@ from penstock.engine.optim.build import build_distributed_optimizer, set_grad_dt
 from penstock.engine.optim.cpu_offload import CPUOffloadedParams
 from penstock.engine.peft.dora_norms import norms_for
 from penstock.engine.peft.init_from_adapter import AdapterStart
+from penstock.engine.peft.lora_products import select_lora_products
 from penstock.engine.precision.fp8_all_gather import enable_fp8_all_gather
 from penstock.engine.precision.fp8_convert import convert_to_float8_training, set_amax_reduce_groups
 from penstock.engine.precision.param_dtype import (
@@ -432,6 +433,7 @@ def build_empty(
         if run.lora.enable_lora:
             require_adaptable(base.names.config)
             inject(model, lora_spec(run, family), vision=base.vision)
+            select_lora_products(model, run.train)
             # Nothing is ever added to frozen matrices: fp32 would only cost memory.
             if saves_adapters_only(run.lora):
                 computes_in: torch.dtype = getattr(torch, run.train.computes_in)

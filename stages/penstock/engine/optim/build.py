@@ -70,7 +70,7 @@ def build_distributed_optimizer(
         matrices={param.name for param in matrices},
         muon_lr_multiplier=train.muon_lr / train.lr if directions else 1.0,
     )
-    return build_optimizer(
+    optimizer = build_optimizer(
         [(param.name, param.parameter) for param in trained],
         train,
         grouping,
@@ -78,6 +78,16 @@ def build_distributed_optimizer(
         directions=directions,
         tensors=TensorNorms(trained, ranks) if train.optimizer == "novograd" else None,
     )
+    optimizer.register_step_post_hook(_raise_versions)
+    return optimizer
+
+
+def _raise_versions(optimizer: torch.optim.Optimizer, *_: object) -> None:
+    # Fused steps of PyTorch and Triton kernels write to weights and leave their versions, by which
+    # copies of them are known to be outdated (`FactorCopies`).
+    groups = optimizer.param_groups
+    updated = [p for group in groups for p in group["params"] if p.grad is not None]
+    torch.autograd.graph.increment_version(updated)
 
 
 def set_grad_dtype(train: TrainConfig, params: Sequence[LocalParam]) -> None:

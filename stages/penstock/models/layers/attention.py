@@ -13,6 +13,7 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig, RotaryPairs
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import WeightDropout
+from penstock.models.layers.joint_linear import project
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import build_qk_norm, unit_rms_norm
 from penstock_kernels.attention import VarlenMetadata
@@ -163,7 +164,8 @@ class SelfAttention(nn.Module):
         if self.merge_qkv:
             q, k, *values = self.qkv_proj(x_TD).split(self.qkv_sizes, dim=-1)
         else:
-            q, k, *values = (getattr(self, part)(x_TD) for part in QKV[: len(self.qkv_sizes)])
+            parts = (getattr(self, part) for part in QKV[: len(self.qkv_sizes)])
+            q, k, *values = project(x_TD, *parts)
         # Keys that are values are so before norm and RoPE.
         v = values[0] if values else k
         gate_TNH = None

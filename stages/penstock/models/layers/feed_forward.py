@@ -11,6 +11,7 @@ from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.dropout import Dropout
+from penstock.models.layers.joint_linear import project
 from penstock.models.layers.layer_ops import ACTIVATIONS, LayerOps
 
 
@@ -39,7 +40,7 @@ class FeedForward(nn.Module):
 
     def forward(self, x_TD: torch.Tensor) -> torch.Tensor:
         """The output, which is added to the residual stream, [T, D]."""
-        y_TF = self.activation(*(getattr(self, name)(x_TD) for name in self.projections))
+        y_TF = self.activation(*project(x_TD, *(getattr(self, name) for name in self.projections)))
         return self.down_proj(y_TF if self.dropout is None else self.dropout(y_TF))
 
 

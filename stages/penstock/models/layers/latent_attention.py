@@ -16,6 +16,7 @@ from penstock.models.layers.attention import AttentionFn, DecodeSegments, Prefil
 from penstock.models.layers.call_hook import call
 from penstock.models.layers.dropout import Dropout, WeightDropout
 from penstock.models.layers.indexer import Index, Indexer, IndexerLoss
+from penstock.models.layers.joint_linear import project
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import RMSNorm
 from penstock_kernels.attention import VarlenMetadata
@@ -94,15 +95,14 @@ class LatentAttention(nn.Module):
         # -1 for heads: under tensor parallelism only some are here.
         q_latent_TQ = None
         if sizes.q_rank is None:
-            q_TE = self.q_proj(x_TD)
+            q_TE, kv_TE = project(x_TD, self.q_proj, self.kv_a_proj_with_mqa)
         else:
-            q_latent_TQ = self.q_a_layernorm(self.q_a_proj(x_TD))
+            q_latent_TQ, kv_TE = project(x_TD, self.q_a_proj, self.kv_a_proj_with_mqa)
+            q_latent_TQ = self.q_a_layernorm(q_latent_TQ)
             q_TE = self.q_b_proj(q_latent_TQ)
         q_TNH = q_TE.unflatten(-1, (-1, sizes.qk_dim))
         q_TNn, q_TNP = q_TNH.split((sizes.nope_dim, sizes.rope_dim), dim=-1)
-        latent_TR, k_TP = self.kv_a_proj_with_mqa(x_TD).split(
-            (sizes.kv_rank, sizes.rope_dim), dim=-1
-        )
+        latent_TR, k_TP = kv_TE.split((sizes.kv_rank, sizes.rope_dim), dim=-1)
         latent_TR = self.kv_a_layernorm(latent_TR)
         k_T1P = k_TP.unsqueeze(1)
         if self.rope is not None:

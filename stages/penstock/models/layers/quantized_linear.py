@@ -96,6 +96,18 @@ class QuantizedMatrix(OpModule):
         transform, weight = self._weight_transform(value), dequantize(value, dtype)
         return weight if transform is None else transform(weight)
 
+    def again(self) -> Callable[[torch.dtype], torch.Tensor]:
+        """A function that dequantizes the weight of the current pass into a dtype, for a later
+        backward pass."""
+        value = self.value
+        transform = self._weight_transform(value)
+
+        def weight(dtype: torch.dtype) -> torch.Tensor:
+            dequantized = dequantize(value, dtype)
+            return dequantized if transform is None else transform(dequantized)
+
+        return weight
+
     @property
     def _tensors(self) -> Tensors:
         has_global = self.format.scales == "e4m3"

@@ -11,6 +11,7 @@ from torch import nn
 from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.attention import DecodeSegments, PrefillSegments
 from penstock.models.layers.call_hook import HeadBlocks, OfHeads, of_all_heads
+from penstock.models.layers.joint_linear import project
 from penstock.models.layers.layer_ops import DEFAULT_LAYER_OPS, LayerOps
 from penstock.models.layers.norm import GatedRMSNorm
 from penstock.models.layers.recurrent.mixer import RecurrentMixer, ShortConvolution
@@ -72,8 +73,9 @@ class GatedDeltaNet(RecurrentMixer):
         # V]; the rate of the delta rule before its sigmoid, and the step before dt_bias, [T, N].
         sizes = self.sizes
         if not sizes.fused:
-            z_TNV = self.in_proj_z(x_TD).unflatten(-1, (-1, sizes.value_dim))
-            return self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD), self.in_proj_a(x_TD)
+            layers = self.in_proj_qkv, self.in_proj_z, self.in_proj_b, self.in_proj_a
+            qkv_TC, z_TE, b_TN, a_TN = project(x_TD, *layers)
+            return qkv_TC, z_TE.unflatten(-1, (-1, sizes.value_dim)), b_TN, a_TN
         # -1 for key heads: under tensor parallelism only some are here.
         features, shared = sizes.group_channels, sizes.values_per_key
         qkvz_TGE = self.in_proj_qkvz(x_TD).unflatten(-1, (-1, sum(features) + features[-1]))
@@ -177,9 +179,10 @@ class KimiDeltaAttention(GatedDeltaNet):
         # Queries, keys and values before the convolution, [T, C]; the gate of the output, [T, N,
         # V]; the rate of the delta rule before its sigmoid, [T, N], and the step before dt_bias,
         # [T, N K].
-        z_TNV = self.g_b_proj(self.g_a_proj(x_TD)).unflatten(-1, (-1, self.sizes.value_dim))
-        steps_TE = self.f_b_proj(self.f_a_proj(x_TD))
-        return self.in_proj_qkv(x_TD), z_TNV, self.in_proj_b(x_TD), steps_TE
+        layers = self.in_proj_qkv, self.in_proj_b, self.g_a_proj, self.f_a_proj
+        qkv_TC, b_TN, gate_TE, steps_TE = project(x_TD, *layers)
+        z_TNV = self.g_b_proj(gate_TE).unflatten(-1, (-1, self.sizes.value_dim))
+        return qkv_TC, z_TNV, b_TN, self.f_b_proj(steps_TE)
 
     def head_blocks(self) -> tuple[HeadBlocks, HeadBlocks, HeadBlocks]:
         # Of the channels of the convolution, and of rates and steps.
