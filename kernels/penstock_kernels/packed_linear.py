@@ -27,6 +27,7 @@ _packed = WeakTensorKeyDictionary()
 
 def is_packable(weight: torch.Tensor, dtype: torch.dtype) -> bool:
     """Whether products with this weight in `dtype` may use a packed copy."""
+    # Exactly: DTensors and matrices of other formats are subclasses, or no tensors.
     return (
         type(weight) in (torch.Tensor, nn.Parameter)
         and weight.device.type == "cpu"
@@ -50,7 +51,9 @@ def packed_weights(layers: Iterable[nn.Linear], dtype: torch.dtype) -> Iterator[
         for layer in replaced:
             copy = layer.weight.detach().to(dtype)
             _packed[layer.weight] = torch.ops.mkldnn._reorder_linear_weight(copy, ROWS)
-            layer.__dict__["forward"] = partial(_forward, layer)
+            # Layers with a forward of their own call `packed_linear`.
+            if type(layer).forward is nn.Linear.forward:
+                layer.__dict__["forward"] = partial(_forward, layer)
         yield
     finally:
         for layer in replaced:
@@ -59,13 +62,15 @@ def packed_weights(layers: Iterable[nn.Linear], dtype: torch.dtype) -> Iterator[
 
 
 def is_packed(weight: torch.Tensor) -> bool:
-    """Whether `linear` has a packed copy of this weight."""
+    """Whether `packed_linear` has a packed copy of this weight."""
     return weight in _packed
 
 
-def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+def packed_linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """`x W^T + b`, [..., N]: `torch.nn.functional.linear`, with the packed copy if there is one."""
-    packed = _packed.get(weight)
+    packed = _packed.get(weight) if _packed else None
     if packed is None:
         return nn.functional.linear(x, weight, bias)
     if x.numel() == x.shape[-1] and weight.numel() <= LARGE and packed.dtype == weight.dtype:
@@ -76,4 +81,4 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
 
 
 def _forward(layer: nn.Linear, x: torch.Tensor) -> torch.Tensor:
-    return linear(x, layer.weight, layer.bias)
+    return packed_linear(x, layer.weight, layer.bias)

@@ -2,6 +2,7 @@
 fp64 with PyTorch's gradients, and by PEFT's layers."""
 
 from collections import Counter
+from typing import Any
 
 import peft
 import pytest
@@ -131,10 +132,10 @@ def peft_layer(layer):
     """PEFT's layer with the same weight and factors."""
     base = nn.Linear(INPUTS, 40, bias=False, dtype=torch.bfloat16)
     base.weight.data = layer.weight.data.clone()
-    config = peft.LoraConfig(r=8, lora_alpha=8 * SCALE, target_modules=["layer"])
-    theirs = peft.get_peft_model(
-        nn.ModuleDict({"layer": base}), config, autocast_adapter_dtype=True
-    )
+    config = peft.LoraConfig(r=8, lora_alpha=6, target_modules=["layer"])
+    module: Any = nn.ModuleDict({"layer": base})
+    theirs: Any = peft.get_peft_model(module, config, autocast_adapter_dtype=True)
+    assert theirs.peft_config["default"].lora_alpha == 8 * SCALE
     made = theirs.base_model.model["layer"]
     made.lora_A["default"].weight.data = layer.lora_A["a"].data.clone()
     made.lora_B["default"].weight.data = layer.lora_B["a"].data.clone()

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from penstock_kernels.packed_linear import is_packable, is_packed, linear, packed_weights
+from penstock_kernels.packed_linear import is_packable, is_packed, packed_linear, packed_weights
 
 ROUNDING = {torch.float32: 1e-5, torch.bfloat16: 2e-2}
 
@@ -22,7 +22,7 @@ def test_packed_layers_compute_what_plain_ones_do(dtype, bias):
         with torch.no_grad(), packed_weights(layers, dtype):
             assert all(is_packed(layer.weight) for layer in layers)
             computed = network(x)
-            assert linear(x, layers[0].weight).dtype == computed.dtype == dtype
+            assert packed_linear(x, layers[0].weight).dtype == computed.dtype == dtype
         error = (computed.float() - expected).norm() / expected.norm()
         assert error < ROUNDING[dtype]
 

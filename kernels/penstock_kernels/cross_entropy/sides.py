@@ -18,7 +18,7 @@ from penstock_kernels.cross_entropy.gradients import (
     largest,
     scaled_product_,
 )
-from penstock_kernels.packed_linear import is_packed, linear
+from penstock_kernels.packed_linear import is_packed, packed_linear
 
 Product = tuple[torch.Tensor, torch.Tensor]
 """Rows [S, K] and a matrix [V, K]."""
@@ -114,7 +114,7 @@ def linear_logits(products: Sequence[Product]) -> torch.Tensor:
     fp32 after the matmul.
     """
     if len(products) == 1 and not torch.is_grad_enabled() and _is_copied(*products[0]):
-        return linear(*products[0]).to(precise(products[0][0]))
+        return packed_linear(*products[0]).to(precise(products[0][0]))
     return _Logits.apply(*seen_by_autograd(products))
 
 

@@ -19,6 +19,7 @@ from torch.autograd.function import once_differentiable
 from penstock.adapters.factor_copies import Factors, Layers, cast_factors, parameters_of
 from penstock.models.layers.quantized_linear import QuantizedMatrix, affine
 from penstock_kernels.cross_entropy.gradients import scaled_product_
+from penstock_kernels.packed_linear import is_packed
 
 if TYPE_CHECKING:
     from penstock.adapters.lora import LoraLinear
@@ -190,7 +191,7 @@ def _describe(layers: Layers, factors: Factors) -> list[_Layer]:
 
 def _base_output(layer: "LoraLinear", x_TK: torch.Tensor) -> torch.Tensor:
     weight, bias = layer.weight, layer.bias
-    if isinstance(weight, QuantizedMatrix):
+    if isinstance(weight, QuantizedMatrix) or is_packed(weight):
         return affine(x_TK, weight, bias)
     return F.linear(x_TK, weight.to(x_TK.dtype), None if bias is None else bias.to(x_TK.dtype))
 

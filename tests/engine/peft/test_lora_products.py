@@ -49,8 +49,9 @@ def trained(job, change=None):
     loop = loop_of(job)
     layers = [m for m in decoder_of(loop).modules() if isinstance(m, LoraLinear)]
     assert layers
-    for layer in layers if change else ():
-        change(layer)
+    if change is not None:
+        for layer in layers:
+            change(layer)
     for _ in range(3):
         step(loop)
     return parameters_of(loop)

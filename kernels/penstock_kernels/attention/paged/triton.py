@@ -6,7 +6,7 @@ Parts of a query are merged by their log-sum-exps in a second kernel. Where spli
 a key's position alone, so that a result does not depend on the other sequences.
 """
 
-# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false
+# pyright: reportArgumentType=false, reportReturnType=false, reportCallIssue=false, reportGeneralTypeIssues=false
 
 import torch
 import triton

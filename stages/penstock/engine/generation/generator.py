@@ -48,7 +48,7 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.block import Block
 from penstock.models.multi_token_prediction import PredictionLayer
 from penstock.models.names import LINEAR_ATTN, SELF_ATTN
-from penstock_kernels.packed_linear import packed_weights
+from penstock_kernels.packed_linear import is_packable, packed_weights
 from penstock_kernels.to_device import to_device
 
 FP32 = 4
@@ -252,7 +252,7 @@ class Generator:
             module
             for part in self.layout.parts
             for module in part.modules()
-            if type(module) is nn.Linear
+            if isinstance(module, nn.Linear) and is_packable(module.weight, self.dtype)
         ]
         num_bytes = sum(layer.weight.nbytes for layer in layers) * self.ranks.world_size
         if num_bytes > PACKED_SHARE * (memory_bytes() or 0):

@@ -15,6 +15,7 @@ from penstock.models.layers.autocast import as_autocast
 from penstock.models.layers.dropout import DropoutRNG, current_dropout_rng, dropout_rng
 from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock_kernels.custom_op import operator
+from penstock_kernels.packed_linear import packed_linear
 from penstock_kernels.quant import Format, QuantizedTensor, dequantize, group_linear, linear
 
 COMPONENTS = ("codes", "scales", "global_scales")
@@ -252,7 +253,7 @@ def affine(
 ) -> torch.Tensor:
     """`x W^T + b`, with a quantized or ordinary weight."""
     if not isinstance(weight, QuantizedMatrix):
-        return nn.functional.linear(x, weight, bias)
+        return packed_linear(x, weight, bias)
     y = weight.linear(x)
     return y if bias is None else y + bias.to(y.dtype)
 
