@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from penstock.train.launch.job import Job
+from tests.engine.distributed.test_linear_layouts import WEIGHTED
 from tests.engine.drawing import (
     WORLDS,
     Drawn,
@@ -137,4 +138,5 @@ def test_what_check_accepts_computes_what_one_process_does(group, folder):
             else:
                 exact = errors_in_float64(world, job, alone[name], folder / f"{name}, float64")
                 print(f"{name}: {exact} in float64")
-                assert exact.within(FLOAT64_LIMITS), f"{name}: {far}; in float64 {exact}"
+                limits = WEIGHTED if "rows weighted" in str(draw) else FLOAT64_LIMITS
+                assert exact.within(limits), f"{name}: {far}; in float64 {exact}"

@@ -331,8 +331,13 @@ def test_a_page_is_written_again_while_training_runs_if_wanted(tmp_path, monkeyp
         recorders[name].log(record(2, 2.0))
     file = tmp_path / "often" / "report.html"
     wait_for(file.is_file)
-    recorders["often"].log(record(3, 1.5))
-    wait_for(lambda: "<dd>3</dd>" in file.read_text())
+
+    def is_written_again():
+        # Again and again: what is logged while a page is being written is on the next one.
+        recorders["often"].log(record(3, 1.5))
+        return "<dd>3</dd>" in file.read_text()
+
+    wait_for(is_written_again)
     assert '<p class="standing running">' in file.read_text()
     for each in recorders.values():
         each.close()

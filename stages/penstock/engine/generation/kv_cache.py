@@ -63,6 +63,11 @@ class KVCache:
         self._states: list[tuple[torch.Tensor, ...]] = []
         self._state_rows = 0
 
+    def kind_of(self, window: Window) -> Window:
+        """The pool of layers with this window. transformers' own code names its windows in calls
+        alone: such layers have pages for all tokens."""
+        return window if window in self.pools else None
+
     # Pages.
 
     def new_sequence(self) -> SequencePages:
@@ -245,8 +250,8 @@ class Prefill(PrefillSegments):
     state_calls: "count[int]" = field(default_factory=count)
 
     def store(self, k_TKH: torch.Tensor, v_TKH: torch.Tensor, window: Window = None) -> None:
-        parts = _parts(k_TKH, v_TKH)
-        self.slots[window].store(self.cache.layer(next(self.calls), parts, window), parts)
+        parts, kind = _parts(k_TKH, v_TKH), self.cache.kind_of(window)
+        self.slots[kind].store(self.cache.layer(next(self.calls), parts, kind), parts)
 
     def store_latents(self, x_S1H: torch.Tensor) -> None:
         """Cache what the heads of the current layer share, of this rank's tokens."""
@@ -289,11 +294,12 @@ class PagedPass(DecodeSegments):
     ) -> torch.Tensor:
         """Cache the keys and values of the new tokens, and attend to all of their sequences, [T, N,
         H]; zeros for padding."""
-        layer = self._append(_parts(k_TKH, v_TKH), window)
+        kind = self.cache.kind_of(window)
+        layer = self._append(_parts(k_TKH, v_TKH), kind)
         settings = scale, window, sinks_N, soft_cap
         keys, values = layer.parts[0], layer.parts[-1]
         y_QNH = paged_attention(
-            q_TNH[: self.queries], keys, values, self.sequences[window], *settings
+            q_TNH[: self.queries], keys, values, self.sequences[kind], *settings
         )
         if self.queries == len(q_TNH):
             return y_QNH
