@@ -274,8 +274,14 @@ class Generator:
         local_sequences = [sequences[number] for number in sequence_ids]
         cacheable = [seq for seq in local_sequences if seq.max_length <= self.max_cached_length]
         uncached = [seq for seq in local_sequences if seq.max_length > self.max_cached_length]
-        lengths = [seq.max_length for seq in cacheable]
-        running, cache, _ = self._find_memory(lengths, keeps=weights_version is not None)
+        keeps = weights_version is not None
+        # What is kept has the same size on all replicas: all of them need another one together.
+        lengths = [
+            seq.max_length
+            for seq in (sequences if keeps else cacheable)
+            if seq.max_length <= self.max_cached_length
+        ]
+        running, cache, _ = self._find_memory(lengths, keeps=keeps)
         salt = (weights_version or "").encode()
         limits = Limits(running, self.prefill_tokens, self.multiple, self.splits_prompts, salt)
         gather = self.layout.context.gather_tokens

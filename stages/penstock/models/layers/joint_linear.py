@@ -3,21 +3,22 @@
 T tokens, K features of the input.
 """
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
 
 import torch
 from torch import nn
 
 
-class JointLinear:
+class JointLinear(ABC):
     """A base class of linear layers that have products in common with others of the same input."""
 
+    @abstractmethod
     def forward_jointly(
         self, x_TK: torch.Tensor, layers: Sequence[nn.Module]
     ) -> Sequence[torch.Tensor] | None:
         """The outputs of `layers`, of which this is the first; None if they must be called one
         after another."""
-        raise NotImplementedError
 
 
 def project(x_TK: torch.Tensor, *layers: nn.Module) -> Sequence[torch.Tensor]:
