@@ -15,7 +15,7 @@ from penstock.train.trackers.sidecar import start_sidecar
 
 NICENESS = 19
 SHARE = 0.05
-"""Maximum fraction of the time spent on rendering."""
+"""Maximum fraction of a CPU spent on rendering."""
 
 
 def main(seconds: float, folder: Path) -> None:
@@ -23,14 +23,15 @@ def main(seconds: float, folder: Path) -> None:
     end = start_sidecar(NICENESS)
     pause = 0.0
     while not end.event.wait(pause):
-        began = time.monotonic()
+        began = time.process_time()
         try:
             write_report(folder, state="running")
         except (OSError, PenstockError) as error:
             # A full disk may have space again later.
             sys.stderr.write(f"no report was written: {describe_os_error(error)}\n")
             sys.stderr.flush()
-        pause = max(seconds, (time.monotonic() - began) / SHARE)
+        # Not wall time: at low priority on a busy machine a page may take minutes.
+        pause = max(seconds, (time.process_time() - began) / SHARE)
 
 
 if __name__ == "__main__":
