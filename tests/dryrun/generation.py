@@ -1,7 +1,5 @@
 """Generation on fake GPUs: a prefill, and decode steps of its sequences."""
 
-from collections.abc import Sequence
-from typing import Any
 from unittest.mock import patch
 
 import torch
@@ -9,7 +7,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.batching import ForwardBatch
-from penstock.engine.generation.generator import Generator, PassResults
+from penstock.engine.generation.run import GenerationRun
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import DecodingSequence, Prompt
 from penstock.estimate.dryrun.rank import BuiltRank
@@ -19,37 +17,32 @@ def generate(rank: BuiltRank) -> None:
     """Generate with every rank's own prompts, and others' as if their replicas ran beside it."""
     # Fake tensors have no values: what would be read of them is what a real run reads.
     sampled: list[DecodingSequence] = []
-    forward = Generator._forward
+    forward = GenerationRun._forward
 
-    def remember_sampled(generator: Generator, batch: ForwardBatch, results: PassResults) -> None:
+    def remember_sampled(run: GenerationRun, batch: ForwardBatch, samples: torch.Tensor) -> None:
         sampled[:] = [seq for sequences in batch.after for seq in sequences]
         # All that this replica has: its prompts fit one pass.
-        local.update(seq.index for seq in sampled)
+        local.update(sampled)
         passes.append(batch.batch.num_tokens)
-        forward(generator, batch, results)
+        forward(run, batch, samples)
 
-    def append_tokens(
-        generator: Generator,
-        sequences: Sequence[DecodingSequence],
-        samples: torch.Tensor,
-        *args: Any,
-    ) -> None:
-        del generator, args
+    def append_tokens(run: GenerationRun, samples: torch.Tensor) -> bool:
         assert samples.device.type == "cuda"
-        for seq in sequences:
-            if (seq in sampled or seq.index not in local) and not seq.finish_reason:
+        for seq in run._unfinished:
+            if seq in sampled or seq not in local:
                 seq.append(0, 0.0, None)
+        return False
 
     passes: list[int] = []
-    local: set[int] = set()
+    local: set[DecodingSequence] = set()
     sampling = SamplingParams(max_tokens=4, temperature=1.0, top_p=0.9)
     prompts = [
         Prompt([5] * length, sampling, num_completions=2, needs_prompt_logprobs=True, top_k=2)
         for length in (7, 40, 200, 9)
     ]
     with (
-        patch.object(Generator, "_forward", remember_sampled),
-        patch.object(Generator, "_append_tokens", append_tokens),
+        patch.object(GenerationRun, "_forward", remember_sampled),
+        patch.object(GenerationRun, "_append_tokens", append_tokens),
         patch.object(ProcessInfo, "max_over_ranks", lambda _, *values: list(values)),
         patch.object(FakeTensor, "tolist", lambda self: torch.zeros(self.shape).tolist()),
     ):

@@ -26,6 +26,11 @@ class MemoryEnd(Generic[Sent, Heard]):
         self._unheard = 0
         self._other: MemoryEnd[Any, Any] | None = None
 
+    @property
+    def queued(self) -> int:
+        """Messages that have arrived and are not received."""
+        return self._arrived.qsize()
+
     async def send(self, message: Sent) -> None:
         """Send the message; it is lost if the other end was dropped."""
         if self._other is not None:

@@ -9,7 +9,7 @@ import torch
 
 from penstock.core.errors import ConfigError
 from penstock.engine.distributed.ranks import init_process_group
-from penstock.engine.generation.generator import NotFiniteError
+from penstock.engine.generation.run import NotFiniteError
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import DecodingSequence, Prompt
 from penstock.rows.tokenizer import byte_tokenizer

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from penstock.engine.build import BuiltModel
-from penstock.engine.generation.generator import Generator
+from penstock.engine.generation.run import GenerationRun
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import GenerationOutput, Prompt
 from tests.engine.generation.test_generation import ATOL, FAMILIES
@@ -27,13 +27,13 @@ class Conversation:
     def __init__(self, built: BuiltModel, monkeypatch) -> None:
         self.generator = replace(built.generator, page_size=PAGE)
         self.computed: list[int] = []
-        forward = Generator._forward
+        forward = GenerationRun._forward
 
-        def counting(generator, batch, results):
+        def counting(run, batch, samples):
             self.computed.append(batch.batch.num_tokens)
-            forward(generator, batch, results)
+            forward(run, batch, samples)
 
-        monkeypatch.setattr(Generator, "_forward", counting)
+        monkeypatch.setattr(GenerationRun, "_forward", counting)
 
     def answer(self, tokens: list[int], version: str | None) -> GenerationOutput:
         self.computed.clear()

@@ -2,6 +2,7 @@
 
 import random
 from contextlib import nullcontext
+from itertools import chain, groupby
 from typing import Any
 
 import pytest
@@ -91,9 +92,17 @@ def test_each_sequence_reads_its_own_tokens_in_order_whatever_the_others_do(wind
         total = -(-longest // size) + 1 + dice.choice((0, 3, 40, 400))
         cache = KVCache(dict.fromkeys(windows, total), size, adjacent=adjacent)
         limits = Limits(dice.choice((1, 3, 100)), dice.choice((1, 10, 1000)), 1, True)
-        batches = PagedDecode(sequences, limits, cache, CPU, lambda x: x)
+        batches = PagedDecode(limits, cache, CPU, lambda x: x)
+        # The rest joins between passes.
+        prompts = [list(group) for _, group in groupby(sequences, lambda seq: seq.prompt_index)]
+        batches.add(chain.from_iterable(prompts[:2]))
+        del prompts[:2]
         recorder = Recorder(windows)
-        while batch := batches.next_batch():
+        while (batch := batches.next_batch()) or prompts:
+            if prompts and (not batch or dice.random() < 0.3):
+                batches.add(prompts.pop())
+            if not batch:
+                continue
             recorder.seen = []
             recorder.run(batch)
             for group in batch.after:
@@ -143,7 +152,8 @@ def test_prompts_that_begin_alike_are_computed_once_where_they_do():
         for number in range(4)
     ]
     cache = KVCache({None: 100}, 4, adjacent=True)
-    batches = PagedDecode(sequences, Limits(10, 1000, 1, True), cache, CPU, lambda x: x)
+    batches = PagedDecode(Limits(10, 1000, 1, True), cache, CPU, lambda x: x)
+    batches.add(sequences)
     recorder = Recorder([None])
     while batch := batches.next_batch():
         recorder.seen = []

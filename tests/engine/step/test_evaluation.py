@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from penstock.core.errors import StageError
-from penstock.engine.generation.generator import NotFiniteError
+from penstock.engine.generation.run import NotFiniteError
 from penstock.rows.reader import PackedRows
 from penstock.rows.tokenizer import byte_tokenizer
 from penstock.train.eval import evaluator

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from penstock.server.protocol.requests import OptimStep, Sample, ZeroGrad
 from penstock.server.protocol.results import Done, OptimStepResult
 from penstock.server.protocol.types import AdamParams, Array
-from penstock.server.protocol.worker_commands import ForwardBackwardCommand
+from penstock.server.protocol.worker_commands import ForwardBackwardCommand, GenerateCommand
 from penstock.server.scheduler import queue as queues
 from penstock.server.scheduler.errors import RequestError
 from penstock.server.scheduler.queue import MAX_OUTCOMES, RequestQueue, Task
@@ -350,16 +350,33 @@ def test_what_is_refused_by_workers_has_changed_nothing_and_uses_up_its_number(t
     asyncio.run(check())
 
 
-def test_asks_to_sample_from_the_same_are_drawn_together(tmp_path):
+def test_requests_to_sample_from_the_same_join_the_one_that_runs_but_none_that_waits_longer(
+    tmp_path,
+):
     async def check():
         async with house(tmp_path) as here:
+            await here.client.begin()
+            here.workers.orders.clear()
+            here.workers.slowly = 0.1
+            queued = []
+            # Asked when an order is about to end.
+            here.workers.fails = lambda _: bool(queued.append(here.workers.end.queued))
             prompt = Array.of([1, 2], "int32")
             asked = [
-                await here.client.ask(Sample(prompt=prompt, sampling=sampling(), count=n))
-                for n in (1, 2, 3)
+                await here.client.ask(operation, seq)
+                for operation, seq in [
+                    (Sample(prompt=prompt, sampling=sampling(), count=1), None),
+                    (Sample(prompt=prompt, sampling=sampling(), count=2), None),
+                    (a_pass(), 1),
+                    (Sample(prompt=prompt, sampling=sampling(), count=3), None),
+                ]
             ]
-            ended = [await each for each in asked]
-            assert [len(sampled.sequences) for sampled in ended] == [1, 2, 3]
-            assert [len(order.samples) for order in here.workers.orders] == [3]
+            first, second, _, last = [await future for future in asked]
+            sampled = [len(result.sequences) for result in (first, second, last)]
+            assert sampled == [1, 2, 3]
+            orders = [type(order) for order in here.workers.orders]
+            generate = [GenerateCommand] * 2
+            assert orders == [*generate, ForwardBackwardCommand, GenerateCommand]
+            assert queued == [1, 0, 0, 0]
 
     asyncio.run(check())

@@ -12,14 +12,16 @@ from penstock.core.errors import ArtifactError, StageError
 from penstock.engine.distributed.broadcast import ControlBroadcast
 from penstock.engine.distributed.ranks import init_process_group
 from penstock.server.protocol.codec import Codec, PeerLostError
-from penstock.server.protocol.requests import ZeroGrad
+from penstock.server.protocol.requests import Sample, ZeroGrad
 from penstock.server.protocol.results import Done, ForwardBackwardResult, ServedModel
-from penstock.server.protocol.types import Endpoint, Secret
+from penstock.server.protocol.types import Array, Endpoint, SamplingParams, Secret
 from penstock.server.protocol.worker_commands import (
     CheckpointSizes,
     Command,
     CommandFailure,
     ExportCommand,
+    GenerateCommand,
+    GenerateResult,
     Hello,
     Ready,
     Reply,
@@ -32,6 +34,7 @@ from penstock.server.worker.generate import GenerationHandler as Drawing
 from penstock.server.worker.loop import UnrecoverableError, serve
 from penstock.server.worker.self_test import self_test
 from penstock_kernels.op import Op
+from tests.engine import runs
 from tests.engine.automodel.tiny_models import write_model as write_stacked
 from tests.ranks import on_ranks
 from tests.server.workers.orders import (
@@ -103,6 +106,58 @@ def test_every_command_is_replied_to_by_its_number_and_a_refused_one_ends_nothin
     assert not refused.needs_restart
     assert isinstance(passed.result, ForwardBackwardResult)
     assert closed == Reply(id="3", result=Done())
+
+
+def generating(tokens, count=1, **how):
+    prompt = Array.of(tokens, "int32")
+    sampling = SamplingParams(temperature=0.0, ignore_eos=True, **how)
+    return GenerateCommand(samples=(Sample(prompt=prompt, sampling=sampling, count=count),))
+
+
+def joined_by(model, out, orders, settings):
+    """What rank 0 tells of orders that have all arrived when the first begins; and what comes of
+    each alone."""
+    workers = operations(model, out, **settings)
+    ranks, told = workers.models.substrate.ranks, []
+    if ranks.is_main_process:
+        told = served_by(workers, Script(*commands(*orders), Shutdown()))
+    else:
+        serve(workers, ControlBroadcast(ranks))
+    return told, done(model, out, [order for order in orders if order != REFUSED], **settings)
+
+
+REFUSED = generating([5, runs.VOCAB])
+
+
+@pytest.mark.parametrize(("world", "mode"), [(1, "none"), (2, "ddp")])
+def test_commands_to_generate_join_the_one_that_runs_up_to_the_first_of_another_kind(
+    model, tmp_path, world, mode
+):
+    orders = [
+        generating([5, 6, 7], max_tokens=20),
+        generating([8, 9], count=2, max_tokens=3),
+        REFUSED,
+        opening("a"),
+        generating([5, 6], max_tokens=2),
+    ]
+    settings = {"data_parallel_mode": mode}
+    [(told, alone), *_] = on_ranks(world, joined_by, model, tmp_path, orders, settings)
+    refused, short, long, opened, last = told
+    assert (refused.id, short.id, long.id, opened.id, last.id) == ("2", "1", "0", "3", "4")
+    assert (refused.code, refused.needs_restart) == ("invalid", False)
+    results = [reply.result for reply in (long, short, opened, last)]
+    assert [tokens_of(result) for result in results] == [tokens_of(result) for result in alone]
+
+
+def tokens_of(result):
+    """Of each completion; None for another result."""
+    if not isinstance(result, GenerateResult):
+        return None
+    return [
+        sequence.tokens.numpy().tolist()
+        for sampled in result.results
+        for sequence in sampled.sequences
+    ]
 
 
 def test_clients_get_the_same_from_either_model_code(model, tmp_path):
@@ -234,6 +289,7 @@ class Flawed:
 
     def __init__(self, workers, rank):
         self.workers, self.rank, self.models = workers, rank, workers.models
+        self.generating = workers.generating
 
     def do(self, order):
         if isinstance(order, ZeroGrad) and self.rank == 1:

@@ -4,9 +4,9 @@ T tokens of a pass, padding included.
 """
 
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, groupby
 
 import numpy as np
 import torch
@@ -75,7 +75,7 @@ class ForwardBatch:
         ]
 
 
-@dataclass
+@dataclass(eq=False)
 class _Group:
     """Sequences with the same tokens so far: completions of one prompt, or one that goes on."""
 
@@ -140,27 +140,22 @@ class PagedDecode:
     """
 
     def __init__(
-        self,
-        sequences: Sequence[DecodingSequence],
-        limits: Limits,
-        cache: KVCache,
-        device: torch.device,
-        gather: GatherTokens,
+        self, limits: Limits, cache: KVCache, device: torch.device, gather: GatherTokens
     ) -> None:
-        """The cache must have pages for each sequence alone."""
         self._limits, self._cache = limits, cache
         self._device, self._gather = device, gather
         self._waiting: deque[_Group] = deque()
-        for seq in sequences:
-            last = self._waiting[-1].sequences if self._waiting else []
-            if last and last[0].prompt_index == seq.prompt_index:
-                last.append(seq)
-            else:
-                self._waiting.append(_Group([seq]))
         # By row of the recurrent states.
         self._running: list[_Running] = []
         self._num_admitted = 0
         self._must_decode = False
+
+    def add(self, sequences: Iterable[DecodingSequence]) -> None:
+        """Add sequences, of which those of a prompt are consecutive. The cache must have pages for
+        each of them alone."""
+        self._waiting.extend(
+            _Group(list(group)) for _, group in groupby(sequences, lambda seq: seq.prompt_index)
+        )
 
     def next_batch(self) -> ForwardBatch | None:
         """Prefill of prompts, if any can be admitted, or a decode step of all running sequences;
@@ -175,6 +170,11 @@ class PagedDecode:
         for row in reversed(range(len(self._running))):
             if self._running[row].sequence.finish_reason:
                 self._remove(row)
+        # Those whose request has failed.
+        for group in [group for group in self._waiting if group.sequences[0].finish_reason]:
+            if group.pages is not None:
+                self._cache.free(group.pages)
+            self._waiting.remove(group)
 
     def _prefill(self) -> ForwardBatch | None:
         documents: list[_Document] = []
@@ -333,8 +333,12 @@ class FullRecomputeDecode:
     """Decoding without a KV cache: all tokens are recomputed for each new one. For layouts and
     position encodings that do not support a cache."""
 
-    def __init__(self, sequences: Sequence[DecodingSequence], limits: Limits) -> None:
-        self._sequences, self._limits = list(sequences), limits
+    def __init__(self, limits: Limits) -> None:
+        self._sequences: list[DecodingSequence] = []
+        self._limits = limits
+
+    def add(self, sequences: Iterable[DecodingSequence]) -> None:
+        self._sequences += sequences
 
     def next_batch(self) -> ForwardBatch | None:
         documents: list[tuple[list[int], DecodingSequence]] = []

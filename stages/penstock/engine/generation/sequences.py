@@ -38,6 +38,11 @@ class Prompt:
     def needs_logprobs(self) -> bool:
         return self.needs_prompt_logprobs or self.prompt_top_k > 0
 
+    def max_new_tokens(self, context_length: int) -> int:
+        """Tokens of a completion at most, by a model with this context."""
+        room, most = context_length - len(self.tokens), self.sampling.max_tokens
+        return room if most is None else min(room, most)
+
 
 class TopKLogprobs(NamedTuple):
     """Top-k tokens at each of T positions, most likely first; on the host."""
@@ -71,12 +76,13 @@ class GenerationOutput:
     top_k_logprobs: TopKLogprobs | None
 
 
-@dataclass
+# By identity, so that what is recorded of a sequence is found by it.
+@dataclass(eq=False)
 class DecodingSequence:
     """A completion in progress."""
 
     index: int
-    """The index among all completions of all prompts."""
+    """The index among all sequences that are not finished."""
     prompt_index: int
     prompt: Prompt
     sample: int
@@ -85,6 +91,8 @@ class DecodingSequence:
     tokens: list[int] = field(default_factory=list)
     log_probs: list[float] = field(default_factory=list)
     finish_reason: Ending | None = None
+    replica: int = 0
+    """The replica that computes it."""
     skipped_positions: int = 0
     """By how much the RoPE positions of the completion are below the indices of its tokens: an
     image has fewer positions than tokens (M-RoPE)."""

@@ -1,4 +1,5 @@
-"""Commands from the scheduler to the workers, one at a time, and their replies.
+"""Commands from the scheduler to the workers, and their replies: one at a time, apart from
+GenerateCommands for the same weights, which join the one that runs.
 
 The workers know model names, but no sessions, owners or client paths: folders are absolute paths
 that the scheduler has checked.
@@ -106,6 +107,12 @@ class Command(Message):
 
     id: str
     operation: WorkerOperation
+
+
+class Arrivals(Message):
+    """Commands that join a running one; between workers alone."""
+
+    commands: tuple[Command, ...]
 
 
 class Shutdown(Message):

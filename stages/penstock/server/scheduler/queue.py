@@ -310,8 +310,8 @@ class RequestQueue:
         return first
 
     def take_batch(self, most: int, is_alike: Callable[[Task], bool]) -> list[Task]:
-        """Start up to `most` more sampling requests that can be batched with the running one. Only
-        if no other request has waited longer."""
+        """Start up to `most` more sampling requests that can join the running ones. Only if no
+        other request has waited longer."""
         arrivals = [task.arrival for task in self._candidates()]
         before = min(arrivals, default=self._num_arrivals + 1)
         early = (task for task in self._sampling_tasks if task.arrival < before)

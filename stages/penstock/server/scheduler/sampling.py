@@ -1,4 +1,4 @@
-"""Sampling: resolves the model to sample from, and batches requests for the same one."""
+"""Sampling: resolves the model to sample from."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -8,8 +8,8 @@ from penstock.server.protocol.requests import Sample
 from penstock.server.protocol.results import SampleResult
 from penstock.server.protocol.worker_commands import GenerateCommand, GenerateResult
 from penstock.server.scheduler.checkpoint_catalog import CheckpointCatalog
-from penstock.server.scheduler.errors import RequestError, WorkersLostError
-from penstock.server.scheduler.queue import Outcome, Task
+from penstock.server.scheduler.errors import RequestError
+from penstock.server.scheduler.queue import Task
 from penstock.server.scheduler.sessions import Sessions
 from penstock.server.scheduler.worker_client import WorkerClient
 
@@ -36,21 +36,15 @@ class SamplingRequests:
         except RequestError:
             return False
 
-    async def sample(self, tasks: list[Task]) -> list[Outcome]:
-        """The outcome of each task, batched where possible. Raises WorkersLostError. An error of
-        one task does not affect the others in the batch."""
-        outcomes: dict[int, Outcome] = {}
-        groups: dict[str | None, list[int]] = {}
-        for index, task in enumerate(tasks):
-            try:
-                self.check(task)
-                groups.setdefault(self._resolve_folder(task), []).append(index)
-            except RequestError as error:
-                outcomes[index] = error
-        for adapter, members in groups.items():
-            samples = [cast(Sample, tasks[index].operation) for index in members]
-            outcomes.update(zip(members, await self._generate(samples, adapter), strict=True))
-        return [outcomes[index] for index in range(len(tasks))]
+    async def sample(self, task: Task) -> SampleResult:
+        """Run a request. Those of one path may run at the same time: the workers generate for all
+        of them together. Raises RequestError or WorkersLostError."""
+        self.check(task)
+        command = GenerateCommand(
+            samples=(cast(Sample, task.operation),), adapter=self._resolve_folder(task)
+        )
+        [result] = (await self.workers.run(command, GenerateResult)).results
+        return result
 
     def _resolve_folder(self, task: Task) -> str | None:
         """The folder to sample from; None: the base model. Raises RequestError."""
@@ -64,18 +58,3 @@ class SamplingRequests:
                 f"{ref} is for resuming training; sample from <model>/sampler_weights/<name>",
             )
         return str(self.checkpoints.folder(ref))
-
-    async def _generate(
-        self, samples: list[Sample], adapter: str | None
-    ) -> list[SampleResult | RequestError]:
-        command = GenerateCommand(samples=tuple(samples), adapter=adapter)
-        try:
-            return list((await self.workers.run(command, GenerateResult)).results)
-        except WorkersLostError:
-            raise
-        except RequestError as error:
-            if len(samples) == 1:
-                return [error]
-        return [
-            outcome for sample in samples for outcome in await self._generate([sample], adapter)
-        ]

@@ -1,13 +1,13 @@
 """The scheduler: receives requests from the API, runs them in order, and replies.
 
-Runs in one event loop, which makes all state changes. Requests that need workers run one at a time;
-all others run immediately.
+Runs in one event loop, which makes all state changes. Requests that need workers run one at a time,
+or several sampling requests for the same weights together; all others run immediately.
 """
 
 import asyncio
 import logging
 import time
-from collections.abc import Coroutine
+from collections.abc import Callable, Coroutine, Iterable
 from contextlib import suppress
 from functools import partial
 from typing import Any, cast
@@ -240,29 +240,26 @@ class Scheduler:
     async def _run_task(self, task: Task) -> None:
         """Run a task; retry if the workers died and the model is then as before."""
         self._on_change()
-        retries = self._settings.worker_max_retries
-        tasks, outcomes = await self._try_tasks(task, [task])
-        while retries and self._can_retry(task, outcomes) and await self._wait_for_workers():
-            LOG.warning("%s is retried: %s", type(task.operation).__name__, outcomes[0])
+        retries, tasks = self._settings.worker_max_retries, [task]
+        while True:
+            lost = await self._try_tasks(tasks)
+            if not lost:
+                return
+            can_retry = all(self._can_retry(task, outcome) for task, outcome in lost)
+            if not retries or not can_retry or not await self._wait_for_workers():
+                for task, outcome in lost:
+                    self._finish(task, outcome)
+                return
+            for task, outcome in lost:
+                LOG.warning("%s is retried: %s", type(task.operation).__name__, outcome)
             retries -= 1
-            tasks, outcomes = await self._try_tasks(task, tasks)
-        for finished, outcome in zip(tasks, outcomes, strict=True):
-            self._queue.end(finished, outcome)
-            if finished.is_internal and isinstance(outcome, RequestError):
-                LOG.warning("model %s was not unloaded: %s", finished.model, outcome)
-            self._respond_to_all(finished, outcome)
-        if not all(isinstance(outcome, RequestError) for outcome in outcomes):
-            self._workers.consecutive_losses = 0
-        self._on_change()
+            tasks = [task for task, _ in lost]
 
-    def _can_retry(self, task: Task, outcomes: list[Outcome]) -> bool:
-        """Whether it was lost with the workers and can be retried safely."""
-        lost = all(isinstance(outcome, WorkersLostError) for outcome in outcomes)
-        if any(isinstance(outcome, OperationTimeoutError) for outcome in outcomes):
+    def _can_retry(self, task: Task, outcome: Outcome) -> bool:
+        """Whether a task that was lost with the workers can be retried safely."""
+        if isinstance(outcome, OperationTimeoutError):
             return False
-        return lost and (
-            isinstance(task.operation, Sample) or self._training.is_repeatable(task.operation)
-        )
+        return isinstance(task.operation, Sample) or self._training.is_repeatable(task.operation)
 
     async def _wait_for_workers(self) -> bool:
         """Wait for restored workers; returns whether they came back."""
@@ -277,20 +274,67 @@ class Scheduler:
                 await self._restore_models(ready)
         return False
 
-    async def _try_tasks(self, task: Task, tasks: list[Task]) -> tuple[list[Task], list[Outcome]]:
-        """Run a task and those batched with it; returns the outcomes."""
-        outcomes: list[Outcome]
+    async def _try_tasks(self, tasks: list[Task]) -> list[tuple[Task, Outcome]]:
+        """Run a task, or sampling tasks for the same weights, which others join as they arrive.
+        Finishes each, and returns those that were lost with the workers."""
+        running: dict[asyncio.Task[Outcome], Task] = {}
+        lost: list[tuple[Task, Outcome]] = []
+        may_join = self._joining(tasks[0])
+        try:
+            while True:
+                if may_join is not None and not lost and not self._shutdown.is_requested:
+                    room = self._settings.max_joined_samples - len(running) - len(tasks)
+                    tasks = [*tasks, *self._queue.take_batch(room, may_join)]
+                for task in tasks:
+                    running[asyncio.create_task(self._attempt(task))] = task
+                tasks = []
+                if not running:
+                    return lost
+                self._wake.clear()
+                await self._wait_for_any(running)
+                for attempt in [attempt for attempt in running if attempt.done()]:
+                    task, outcome = running.pop(attempt), attempt.result()
+                    if isinstance(outcome, WorkersLostError):
+                        lost.append((task, outcome))
+                    else:
+                        self._finish(task, outcome)
+        finally:
+            for attempt in running:
+                attempt.cancel()
+
+    def _joining(self, task: Task) -> Callable[[Task], bool] | None:
+        """Which tasks may join this one; None: none."""
+        if not isinstance(task.operation, Sample):
+            return None
+        try:
+            return partial(self._sampling.is_from, self._sampling.resolve_path(task))
+        except RequestError:
+            return None
+
+    async def _wait_for_any(self, running: Iterable[asyncio.Task[Outcome]]) -> None:
+        """Wait until an attempt ends, or something has changed."""
+        waking = asyncio.create_task(self._wake.wait())
+        try:
+            await asyncio.wait({waking, *running}, return_when=asyncio.FIRST_COMPLETED)
+        finally:
+            waking.cancel()
+
+    async def _attempt(self, task: Task) -> Outcome:
         try:
             if isinstance(task.operation, Sample):
-                path = self._sampling.resolve_path(task)
-                most = self._settings.max_joined_samples - len(tasks)
-                tasks = tasks + self._queue.take_batch(most, partial(self._sampling.is_from, path))
-                outcomes = await self._sampling.sample(tasks)
-            else:
-                outcomes = [await self._run_operation(task)]
+                return await self._sampling.sample(task)
+            return await self._run_operation(task)
         except Exception as error:  # noqa: BLE001 - a failed request must not stop others
-            outcomes = [to_request_error(error)] * len(tasks)
-        return tasks, outcomes
+            return to_request_error(error)
+
+    def _finish(self, task: Task, outcome: Outcome) -> None:
+        self._queue.end(task, outcome)
+        if task.is_internal and isinstance(outcome, RequestError):
+            LOG.warning("model %s was not unloaded: %s", task.model, outcome)
+        self._respond_to_all(task, outcome)
+        if not isinstance(outcome, RequestError):
+            self._workers.consecutive_losses = 0
+        self._on_change()
 
     async def _run_operation(self, task: Task) -> Result:
         self._admission.check(task)

@@ -41,6 +41,6 @@ class SchedulerSettings:
     requires_keys: bool = False
     """Whether clients need keys. Without keys, weights may also be sent to this machine."""
     given_up: Path | None = None  # File that exists once workers are no longer restarted
-    max_joined_samples: int = 16  # Maximum requests per sampling batch
+    max_joined_samples: int = 256  # Maximum sampling requests that run together
     status_interval: float = 1.0
     """Seconds between status messages, and between hello messages to workers that do not answer."""

@@ -1,4 +1,4 @@
-"""Worker client: sends one command at a time, and tracks whether the workers are alive.
+"""Worker client: sends commands, and tracks whether the workers are alive.
 
 A command fails at once when the workers die. Their supervisor restarts them; this class only counts
 consecutive losses.
@@ -55,7 +55,7 @@ class WorkerClient:
         self._name = uuid.uuid4().hex[:12]
         self._numbers = 0
         self._outbox: asyncio.Queue[ToWorkers] = asyncio.Queue()
-        self._waiting: tuple[str, asyncio.Future[Reply]] | None = None
+        self._waiting: dict[str, asyncio.Future[Reply]] = {}  # By the id of the command
         self._heard = time.monotonic()
         self._disconnected = asyncio.Event()
         self._exiting_instance = ""  # The exiting instance, whose loss has already been counted
@@ -133,15 +133,14 @@ class WorkerClient:
         return [self.served.base_model, *self._settings.base_names]
 
     async def run(self, order: WorkerOperation, kind: type[R]) -> R:
-        """Run a command and return its result, of this type. One at a time. Raises RequestError, or
+        """Run a command and return its result, of this type. Raises RequestError, or
         WorkersLostError if the workers die."""
-        assert self._waiting is None
         if self.ready is None:
             raise WorkersLostError(self.reason or "the workers are not connected")
         self._numbers += 1
         name = f"{self._name}-{self._numbers}"
         future: asyncio.Future[Reply] = asyncio.get_running_loop().create_future()
-        self._waiting = (name, future)
+        self._waiting[name] = future
         self._outbox.put_nowait(Command(id=name, operation=order))
         limit = self._settings.operation_timeout
         try:
@@ -152,7 +151,7 @@ class WorkerClient:
             self._give_up(f"{operation} took more than operation_timeout ({limit:g} s)")
             raise OperationTimeoutError(self.reason) from None
         finally:
-            self._waiting = None
+            self._waiting.pop(name, None)
         if not isinstance(result, kind):
             raise RequestError(
                 "internal",
@@ -190,8 +189,8 @@ class WorkerClient:
             self.reason = f"the workers were lost: {why}"
         # Else the next workers would run a command whose request has failed.
         self._drop_unsent()
-        if self._waiting is not None:
-            self._fail(self._waiting[0], WorkersLostError(self.reason))
+        for name in self._waiting:
+            self._fail(name, WorkersLostError(self.reason))
         self._changed()
 
     def _drop_unsent(self) -> None:
@@ -229,16 +228,18 @@ class WorkerClient:
         self._changed()
 
     def _replied(self, message: Reply | CommandFailure) -> None:
-        if self._waiting is None or self._waiting[0] != message.id:
+        future = self._waiting.get(message.id)
+        if future is None:
             LOG.info("a reply to %s, which is not waited for", message.id)
             return
         if isinstance(message, CommandFailure):
             self._fail(message.id, RequestError(message.code, message.error, message.category))
             if message.needs_restart:
                 self._give_up(message.error)
-        elif not self._waiting[1].done():
-            self._waiting[1].set_result(message)
+        elif not future.done():
+            future.set_result(message)
 
     def _fail(self, name: str, error: RequestError) -> None:
-        if self._waiting is not None and self._waiting[0] == name and not self._waiting[1].done():
-            self._waiting[1].set_exception(error)
+        future = self._waiting.get(name)
+        if future is not None and not future.done():
+            future.set_exception(error)

@@ -1,7 +1,7 @@
 """Worker errors and their error codes."""
 
 from penstock.core.errors import ArtifactError, CapabilityError, ConfigError, PenstockError
-from penstock.engine.generation import generator
+from penstock.engine.generation import run
 from penstock.engine.multi_lora.model_pool import UnknownModelError
 from penstock.engine.multi_lora.optim_step import NotFiniteError
 from penstock.server.protocol.codec import Code
@@ -22,7 +22,7 @@ def error_code(error: PenstockError) -> Code:
         return error.code
     if isinstance(error, UnknownModelError):
         return "not_found"
-    if isinstance(error, NotFiniteError | generator.NotFiniteError):
+    if isinstance(error, NotFiniteError | run.NotFiniteError):
         return "not_finite"
     is_invalid = isinstance(error, ConfigError | CapabilityError | ArtifactError)
     return "invalid" if is_invalid else "internal"

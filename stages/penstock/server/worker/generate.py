@@ -6,7 +6,8 @@ restored before its next computation. Recently used adapters are cached.
 
 import logging
 from collections import OrderedDict
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -18,6 +19,7 @@ from penstock.adapters.names import parse_lora_name
 from penstock.adapters.scaling import lora_scaling
 from penstock.core.errors import ArtifactError
 from penstock.engine.distributed.param_shards import local
+from penstock.engine.generation.run import GenerationRequest, GenerationRun
 from penstock.engine.generation.sampling import SamplingParams
 from penstock.engine.generation.sequences import (
     Completion,
@@ -62,21 +64,22 @@ class GenerationHandler:
     )
     """LRU cache by folder and modification time."""
 
-    def generate(self, command: GenerateCommand) -> GenerateResult:
-        """Generate completions for all prompts of a command. Raises ArtifactError for a folder
-        without weights to sample from, ConfigError for an invalid prompt."""
-        prompts = list(map(self._prompt, command.samples))
+    @contextmanager
+    def running(self, command: GenerateCommand) -> "Iterator[RunningGeneration]":
+        """A run with the weights of a command and memory for its prompts, which are not added yet.
+        Raises ArtifactError for a folder without weights to sample from, ConfigError for an invalid
+        prompt."""
+        prompts = list(map(self.build_prompt, command.samples))
         version = self._activate_weights(Path(command.adapter) if command.adapter else None)
-        outputs = self.models.substrate.built.generator.generate(
-            prompts, self.decode, weights_version=version
-        )
-        return GenerateResult(results=tuple(map(_to_sample_result, outputs)))
+        generator = self.models.substrate.built.generator
+        with generator.run(prompts, self.decode, weights_version=version) as run:
+            yield RunningGeneration(self, run, command.adapter)
 
     def release_cache(self) -> None:
         """Free the KV cache, whose prefixes are kept between commands, for other work."""
         self.models.substrate.built.generator.release_cache()
 
-    def _prompt(self, sample: Sample) -> Prompt:
+    def build_prompt(self, sample: Sample) -> Prompt:
         sampling = structs.asdict(sample.sampling)
         if not sampling.pop("ignore_eos"):
             sampling["stop_tokens"] += self.stop_token_ids
@@ -196,6 +199,42 @@ class GenerationHandler:
                 copy_shard(full, piece, piece.view(local_weight))
             weights.append(local_weight)
         return LoadedAdapter(weights, lora_scaling(rank, metadata["alpha"], "rank"))
+
+
+@dataclass(frozen=True)
+class RunningGeneration:
+    """A generation run, and the weights from which it samples."""
+
+    handler: GenerationHandler
+    run: GenerationRun
+    adapter: str | None
+
+    def may_join(self, command: GenerateCommand) -> bool:
+        """Whether the command samples from the same weights, and the KV cache has room for it."""
+        prompts = map(self.handler.build_prompt, command.samples)
+        # Checkpoints are not written while a run goes on: the same folder has the same weights.
+        return command.adapter == self.adapter and self.run.has_room(list(prompts))
+
+    def result_of(self, command: GenerateCommand) -> GenerateResult:
+        """The result of a command that no other joins. Raises the errors of `add` and `result`."""
+        request = self.add(command)
+        while not self.run.is_finished:
+            self.run.step()
+        return self.result(request)
+
+    def add(self, command: GenerateCommand) -> GenerationRequest:
+        """Add the prompts of a command. Raises ConfigError for an invalid one."""
+        prompts = list(map(self.handler.build_prompt, command.samples))
+        generator = self.handler.models.substrate.built.generator
+        for number, prompt in enumerate(prompts):
+            generator.require_possible(f"prompt {number}", prompt, self.handler.decode)
+        return self.run.add(prompts)
+
+    def result(self, request: GenerationRequest) -> GenerateResult:
+        """The result of a finished request. Raises NotFiniteError."""
+        if request.error:
+            raise request.error
+        return GenerateResult(results=tuple(map(_to_sample_result, request.outputs)))
 
 
 def _to_sample_result(output: GenerationOutput) -> SampleResult:

@@ -1,6 +1,8 @@
 """Command handlers, run on every rank. Only rank 0's results are sent."""
 
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -31,7 +33,7 @@ from penstock.server.worker.datums import (
     router_metrics,
 )
 from penstock.server.worker.errors import CommandError
-from penstock.server.worker.generate import GenerationHandler
+from penstock.server.worker.generate import GenerationHandler, RunningGeneration
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,15 @@ class CommandHandlers:
         finally:
             # Also after an error: the next pass, of any client, would add to the gradients of this
             # one.
+            self.models.zero_grad()
+
+    @contextmanager
+    def generating(self, command: commands.GenerateCommand) -> Iterator[RunningGeneration]:
+        """Run a GenerateCommand, which others may join. Collective. Raises PenstockError."""
+        try:
+            with self.sampling.running(command) as generation:
+                yield generation
+        finally:
             self.models.zero_grad()
 
     def _run(self, command: commands.WorkerOperation) -> commands.Result | None:
@@ -83,7 +94,8 @@ class CommandHandlers:
             case commands.ExportCommand():
                 self.model_store.export(command.model, Path(command.folder), command.dtype)
             case commands.GenerateCommand():
-                return self.sampling.generate(command)
+                with self.sampling.running(command) as generation:
+                    return generation.result_of(command)
             case commands.WeightSyncCommand():
                 return self._sync_weights(command)
         return None

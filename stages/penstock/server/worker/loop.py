@@ -1,24 +1,23 @@
 """Worker loop: rank 0 receives commands and broadcasts them, all ranks run them, rank 0 replies.
+GenerateCommands join one that runs, between its passes.
 
 A command succeeds or fails on all ranks. After an expected error the ranks are still in sync; after
 any other error their state is undefined, so they exit and are restarted.
 """
 
 import logging
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from typing import Protocol
 
 from msgspec.structs import replace
 
-from penstock.core.errors import PenstockError
-from penstock.core.os_errors import describe_os_error, is_full_disk
 from penstock.engine.distributed.broadcast import ControlBroadcast
-from penstock.server.protocol.codec import Code, Codec, FrameError, PeerLostError, error_category
+from penstock.server.protocol.codec import Codec, FrameError, PeerLostError
 from penstock.server.protocol.worker_commands import (
     Command,
-    CommandFailure,
     FromWorkers,
+    GenerateCommand,
     Hello,
     Ready,
     Reply,
@@ -28,7 +27,9 @@ from penstock.server.protocol.worker_commands import (
     WeightSyncCommand,
     WorkerOperation,
 )
-from penstock.server.worker.errors import error_code
+from penstock.server.worker.generate import RunningGeneration
+from penstock.server.worker.generation_loop import GenerationLoop
+from penstock.server.worker.outcome import Outcome, agree, to_failure
 
 IDLE_SECONDS = 5.0  # Interval of rank 0's idle broadcasts, so that other ranks do not time out
 
@@ -52,9 +53,47 @@ class CommandHandler(Protocol):
 
     def do(self, command: WorkerOperation, /) -> Result: ...
 
+    def generating(
+        self, command: GenerateCommand, /
+    ) -> AbstractContextManager[RunningGeneration]: ...
 
-_FAILURES = Codec[CommandFailure](CommandFailure)
+
 _COMMANDS = Codec[ToWorkers](ToWorkers)
+
+
+class Inbox:
+    """What rank 0 receives from the scheduler."""
+
+    def __init__(self, end: ChannelEnd, ready: Callable[[], Ready]) -> None:
+        self._end, self._ready = end, ready
+        self._postponed: ToWorkers | None = None
+
+    def receive(self) -> ToWorkers | None:
+        """The next message to broadcast; None if there is nothing for the other ranks."""
+        message, self._postponed = self._postponed or self._poll(IDLE_SECONDS), None
+        if isinstance(message, Hello):
+            self._end.send(self._ready())
+            return None
+        return message
+
+    def arrivals(self, may_join: Callable[[GenerateCommand], bool]) -> list[Command]:
+        """The commands that have arrived since and may join the running one: those before the first
+        that may not, so that none is overtaken for ever."""
+        commands: list[Command] = []
+        while self._postponed is None and (message := self._poll(0)) is not None:
+            match message:
+                case Command(operation=GenerateCommand() as operation) if may_join(operation):
+                    commands.append(message)
+                case _:
+                    self._postponed = message
+        return commands
+
+    def _poll(self, seconds: float) -> ToWorkers | None:
+        try:
+            return self._end.receive(seconds)
+        except PeerLostError as error:
+            log.warning("%s; models stay loaded for the next scheduler", error)
+            return None
 
 
 def serve(
@@ -66,8 +105,17 @@ def serve(
     """Run commands until the scheduler sends Shutdown. Only rank 0 has `end` and `ready`. Raises
     UnrecoverableError once the ranks' state may differ; the error has been sent to the
     scheduler."""
+    inbox = Inbox(end, ready) if end and ready else None
+
+    def reply(command: Command, outcome: Outcome) -> None:
+        if end is not None:
+            try:
+                end.send(outcome.reply)
+            except FrameError as error:
+                end.send(to_failure(command, str(error), "invalid"))
+
     while True:
-        message = _receive(end, ready) if end and ready else None
+        message = inbox.receive() if inbox else None
         frame = broadcast.broadcast(_encode_without_keys(message))
         if not frame:
             continue
@@ -75,66 +123,26 @@ def serve(
         if isinstance(message, Shutdown):
             return
         assert isinstance(message, Command)
-        outcome = run_command(message, handlers, broadcast)
-        if end is not None:
-            try:
-                end.send(outcome.reply)
-            except FrameError as error:
-                end.send(_to_failure(message, str(error), "invalid"))
-        if outcome.unrecoverable:
-            raise UnrecoverableError(outcome.unrecoverable)
-
-
-@dataclass(frozen=True)
-class Outcome:
-    """The outcome of a command, the same on all ranks except for rank 0's result."""
-
-    reply: Reply | CommandFailure
-    unrecoverable: str = ""  # Why the ranks cannot continue; empty: they can
+        if isinstance(message.operation, GenerateCommand):
+            arrivals = inbox.arrivals if inbox else _no_arrivals
+            loop = GenerationLoop(handlers.generating, broadcast, arrivals, reply)
+            why = loop.run(message)
+        else:
+            outcome = run_command(message, handlers, broadcast)
+            reply(message, outcome)
+            why = outcome.unrecoverable
+        if why:
+            raise UnrecoverableError(why)
 
 
 def run_command(command: Command, handlers: CommandHandler, broadcast: ControlBroadcast) -> Outcome:
     """Run it on this rank, and agree on the outcome with the other ranks."""
-    result: Result | None = None
-    failure: CommandFailure | None = None
-    try:
-        result = handlers.do(command.operation)
-    except PenstockError as error:
-        failure = _to_failure(command, str(error), error_code(error))
-    except Exception as error:
-        # No agreement: other ranks may be blocked elsewhere until this rank exits.
-        log.exception("%s failed", type(command.operation).__name__)
-        is_full = is_full_disk(error)
-        why = describe_os_error(error) if is_full else f"{type(error).__name__}: {error}"
-        message = (
-            f"the workers failed: {why}\n  They are restarted, with every model as it was saved "
-            "last."
-        )
-        failure = _to_failure(command, message, "storage_limit" if is_full else "internal")
-        return Outcome(replace(failure, needs_restart=True), why)
-    frames = broadcast.all_gather_errors(None if failure is None else _FAILURES.encode(failure))
-    failures = [_FAILURES.decode(frame) for frame in frames if frame is not None]
-    if failures:
-        return Outcome(failures[0])
-    assert result is not None
-    return Outcome(Reply(id=command.id, result=result))
+    result = agree(command, lambda: handlers.do(command.operation), broadcast)
+    return result if isinstance(result, Outcome) else Outcome(Reply(id=command.id, result=result))
 
 
-def _to_failure(command: Command, error: str, code: Code) -> CommandFailure:
-    return CommandFailure(id=command.id, error=error, category=error_category(code), code=code)
-
-
-def _receive(end: ChannelEnd, ready: Callable[[], Ready]) -> ToWorkers | None:
-    """The message to broadcast; None if there is nothing for the other ranks."""
-    try:
-        message = end.receive(IDLE_SECONDS)
-    except PeerLostError as error:
-        log.warning("%s; models stay loaded for the next scheduler", error)
-        return None
-    if isinstance(message, Hello):
-        end.send(ready())
-        return None
-    return message
+def _no_arrivals(_: object) -> Sequence[Command]:
+    return ()
 
 
 def _encode_without_keys(message: ToWorkers | None) -> bytes:
