@@ -260,6 +260,9 @@ class Obeying:
         self.orders.append(order)
         return Done()
 
+    def generating(self, order):
+        raise NotImplementedError
+
 
 def test_keys_of_inference_servers_are_known_to_rank_0_alone():
     order = WeightSyncCommand(
