@@ -59,7 +59,8 @@ def named_os_errors(path: Path) -> Generator[None]:
 def write_json(target: Path, value: Any) -> None:
     """Write `value` atomically as indented JSON with sorted keys."""
     with atomic_write(target) as part:
-        part.write_text(json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False) + "\n")
+        text = json.dumps(value, indent=2, sort_keys=True, ensure_ascii=False)
+        part.write_text(f"{text}\n", encoding="utf-8")
 
 
 def read_json(path: Path) -> Any:

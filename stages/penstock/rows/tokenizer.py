@@ -149,7 +149,7 @@ def load_stop_token_ids(path: str, revision: str | None = None) -> tuple[int, ..
         return ()
     try:
         require_regular(Path(file))
-        named = json.loads(Path(file).read_text())["eos_token_id"]
+        named = json.loads(Path(file).read_text(encoding="utf-8"))["eos_token_id"]
         return tuple(map(index, named if isinstance(named, list) else [named]))
     except KeyError:
         return ()

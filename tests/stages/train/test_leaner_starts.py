@@ -73,6 +73,8 @@ def test_rows_at_once_are_halved_until_they_fit_and_the_run_goes_on(folder, nnod
         return
     assert (started, ended.exit_status) == ([4, 2, 1], 0)
     assert last.launch_id != job.launch_id
+    failures = sorted((job.output_dir / LOGS).rglob("failure_0.json"))
+    assert [file.parent.name for file in failures] == ["out_of_memory_1", "out_of_memory_2"]
     assert losses(job.output_dir) == pytest.approx(losses(written.output_dir), rel=1e-5)
     found, wanted = weights(last), weights(written)
     for name, value in wanted.items():

@@ -510,7 +510,7 @@ def _failure(
     """The error shown to users; the traceback is written to the attempt's log."""
     log = step.path / ERROR_LOG
     with suppress(OSError):
-        log.write_text(redact_text("".join(traceback.format_exception(error))))
+        log.write_text(redact_text("".join(traceback.format_exception(error))), encoding="utf-8")
     mirror = f", for {step.where}" if step.remote else ""
     advice = f"What it wrote is kept in {step.path}{mirror}; run it again to resume."
     if restores_previous:

@@ -33,7 +33,7 @@ class Mismatch:
 def read_driver(file: Path = DRIVER_FILE) -> str | None:
     """The version of the loaded NVIDIA driver; None without one."""
     try:
-        text = file.read_text()
+        text = file.read_text(encoding="utf-8")
     except OSError:
         return None
     match = re.search(r"\b(\d{3}\.\d+(?:\.\d+)?)\b", text)

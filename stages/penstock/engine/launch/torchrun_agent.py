@@ -68,7 +68,7 @@ def _tell_deaths(file: Path, failed: ChildFailedError) -> None:
         # Python's exit code of a process that a signal ended is the negative number of the signal.
         if failure.exitcode < 0
     ]
-    file.write_text(json.dumps(deaths))
+    file.write_text(json.dumps(deaths), encoding="utf-8")
 
 
 if __name__ == "__main__":

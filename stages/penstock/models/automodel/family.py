@@ -125,7 +125,7 @@ def _family(text: str) -> AutoFamily:
         outline = describe(hf_config)
         file.parent.mkdir(parents=True, exist_ok=True)
         # Each rank may write it, so parts have names of their own, and replace it atomically.
-        with NamedTemporaryFile("w", dir=file.parent, delete=False) as part:
+        with NamedTemporaryFile("w", encoding="utf-8", dir=file.parent, delete=False) as part:
             part.write(json.dumps(outline.to_json()))
         Path(part.name).replace(file)
     return AutoFamily(

@@ -44,11 +44,13 @@ class ProvedModels:
             for name, proof in sorted(self.models.items())
         ]
         head = f'  "transformers": "{self.transformers}",\n  "torch": "{self.torch}",\n'
-        file.write_text(f"{{\n{head}" + '  "models": {\n' + ",\n".join(lines) + "\n  }\n}\n")
+        file.write_text(
+            f"{{\n{head}" + '  "models": {\n' + ",\n".join(lines) + "\n  }\n}\n", encoding="utf-8"
+        )
 
     @classmethod
     def read(cls, file: Path = FILE) -> "ProvedModels":
-        content = json.loads(file.read_text())
+        content = json.loads(file.read_text(encoding="utf-8"))
         models = {name: ProvedModel(**values) for name, values in content["models"].items()}
         return cls(content["transformers"], content["torch"], models)
 

@@ -116,7 +116,7 @@ class Job:
         self.save(path)
         with atomic_write(self.output_dir / RESOLVED_CONFIG) as part:
             values = remove_secrets(self.config.model_dump(mode="json"))
-            part.write_text(yaml12.dump(values))
+            part.write_text(yaml12.dump(values), encoding="utf-8")
         return path
 
     def save(self, path: Path) -> None:

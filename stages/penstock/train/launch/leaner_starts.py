@@ -1,6 +1,5 @@
 """Starts the ranks again with settings that take less memory, when it runs out."""
 
-import shutil
 import sys
 import uuid
 from collections.abc import Mapping, Sequence
@@ -8,6 +7,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from penstock.core.files import remove
 from penstock.train.launch.job import LOGS, Job
 from penstock.train.launch.rank_failures import ran_out_of_memory
 from penstock.train.launch.torchrun import LaunchResult, start_ranks
@@ -26,12 +26,12 @@ def start_leaner_ranks(
     With several nodes the ranks are started once: the launchers of the other nodes would have to
     start theirs again too.
     """
-    remaining = iter(leaner if job.config.launch.nnodes == 1 else ())
+    remaining = enumerate(leaner if job.config.launch.nnodes == 1 else (), 1)
     logs = job.output_dir / LOGS
     while True:
         ended = start_ranks(job, file)
         is_short = ended.exit_status != 0 and ran_out_of_memory(logs)
-        settings = next(remaining, None) if is_short else None
+        number, settings = next(remaining, (0, None)) if is_short else (0, None)
         if settings is None:
             return job, ended
         sys.stderr.write(
@@ -41,8 +41,17 @@ def start_leaner_ranks(
         # A new id, so that late output of the ranks that failed is not taken for these ranks'.
         job = replace(job, config=config, launch_id=uuid.uuid4().hex)
         file = job.write()
-        shutil.rmtree(logs)
-        logs.mkdir()
+        _move_aside(logs, f"out_of_memory_{number}")
+
+
+def _move_aside(logs: Path, name: str) -> None:
+    """Move the log files into a subfolder, where no failure is taken for one of the next ranks."""
+    aside = logs / name
+    remove(aside)
+    aside.mkdir()
+    for file in logs.iterdir():
+        if file.is_file():
+            file.rename(aside / file.name)
 
 
 def describe_settings(settings: Settings) -> str:

@@ -19,7 +19,7 @@ class MetricsLog:
     def __init__(self, path: Path, resumed_step: int) -> None:
         earlier = [record for record in read_metrics(path) if record["step"] <= resumed_step]
         with atomic_write(path) as part:
-            part.write_text("".join(_line(record) for record in earlier))
+            part.write_text("".join(map(_line, earlier)), encoding="utf-8")
         # Not with O_APPEND: Linux's pwrite(2) then appends, whatever offset it is given.
         self._file = os.open(path, os.O_WRONLY)
         self._end = os.lseek(self._file, 0, os.SEEK_END)

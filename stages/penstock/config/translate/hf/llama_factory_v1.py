@@ -34,7 +34,7 @@ def _sources(entry: Entry) -> None:
     if file is None:
         entry.refuse(f"there is no {path}, which says where the data is and what it holds")
         return
-    described = cast("dict[str, dict[str, Any]]", yaml12.parse(file.read_text()).value)
+    described = cast("dict[str, dict[str, Any]]", yaml12.parse(file.read_text("utf-8")).value)
     entry.put(name, [_source(info) for info in described.values()])
     read = {*OURS, "source", "converter"}
     if unread := {key for info in described.values() for key in info} - read:
