@@ -1,10 +1,10 @@
-"""Tokens generated per CPU second: `python -m tests.bench.bench_generation [MODEL]`.
+"""Tokens generated per CPU second: `python -m tests.bench.bench_generation [MODEL [bf16]]`.
 
 Ours beside transformers' `generate` with its cache, in turn on one thread: a Qwen3 of eight layers
 with a real vocabulary's size, or the model of a folder, and the same prompts of uneven lengths,
 which transformers pads on the left. Both generate the same number of tokens, sampled at temperature
-1 or greedily; greedy tokens are compared. Further rows: one prompt alone, many completions of one
-prompt, and a few prompts with and without the KV cache.
+1 or greedily; in fp32 greedy tokens are compared. Further rows: one prompt alone, many completions
+of one prompt, and a few prompts with and without the KV cache.
 """
 
 import contextlib
@@ -107,16 +107,18 @@ def main() -> None:
             (folder / "model").symlink_to(Path(sys.argv[1]).resolve())
         else:
             write_model(folder / "model", **MODEL)
-        generator = built_of(job_of(folder, "run")).generator
-        model = read_model(folder / "model")
+        is_mixed = sys.argv[2:] == ["bf16"]
+        generator = built_of(job_of(folder, "run", enable_mixed_precision=is_mixed)).generator
+        model = read_model(folder / "model").to(torch.bfloat16 if is_mixed else torch.float32)
         lines = [f"{'tokens per CPU second':34} {'penstock':>8} {'transformers':>12} {'ratio':>6}"]
         for name, case in CASES.items():
-            if not case.temperature and ours(generator, case) != theirs(model, case):
+            is_compared = not (case.temperature or is_mixed)
+            if is_compared and ours(generator, case) != theirs(model, case):
                 sys.exit(f"{name}: the tokens differ")
             calls = {"ours": partial(ours, generator, case), "theirs": partial(theirs, model, case)}
             lines.append(row(name, case, calls))
         uncached = replace(generator, max_cached_length=0)
-        if ours(generator, FEW_PROMPTS) != ours(uncached, FEW_PROMPTS):
+        if not is_mixed and ours(generator, FEW_PROMPTS) != ours(uncached, FEW_PROMPTS):
             sys.exit("the KV cache changes the tokens")
         calls = {
             name: partial(ours, variant, FEW_PROMPTS)
