@@ -40,9 +40,9 @@ ROUNDINGS = 8
 """How often a layout of quantized weights, the scales of which are float32 in any case, may round:
 in roundings of the weights and by what these do to the result."""
 
-TOGETHER = 4
+TOGETHER = 2
 """Draws that share a start of the ranks."""
-GROUPS = 51
+GROUPS = 102
 
 
 def routed_alike(got: Trace, want: Trace) -> tuple[Trace, Trace]:
