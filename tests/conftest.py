@@ -58,8 +58,7 @@ def pytest_collection():
 
 @pytest.hookimpl(trylast=True)
 def pytest_collection_modifyitems(items):
-    """Files with most tests that take long come first, before all those of flows, which one process
-    has to itself: else the others would end minutes before it."""
+    """Those of flows, which go to one process, then files with most long ones: the end is short."""
     long = Counter(item.path for item in items if {"slow", "dist"} & set(item.keywords))
     items.sort(key=lambda item: (not item.nodeid.startswith(FLOWS), -long[item.path]))
 

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 PATIENCE = 10.0
-LISTEN, UNCONNECTED = "0A", "07"
+PROTOCOLS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # listening, unconnected
 
 
 @dataclass(frozen=True)
@@ -70,8 +70,7 @@ def listening(root: int) -> set[Listening]:
 def _table(pid: int) -> list[tuple[str, tuple[str, str, int]]]:
     """Names, protocols, addresses and ports of all such sockets of its network."""
     rows: list[tuple[str, tuple[str, str, int]]] = []
-    for protocol in ("tcp", "tcp6", "udp", "udp6"):
-        wanted = UNCONNECTED if protocol.startswith("udp") else LISTEN
+    for protocol, wanted in PROTOCOLS.items():
         for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
             words = line.split()
             if words[3] == wanted:

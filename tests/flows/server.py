@@ -54,8 +54,7 @@ class Prefect:
         self._workers = 0
 
     def start(self) -> None:
-        """Begin to serve, and wait until that is so. A first start makes a hundred migrations, the
-        others of this process begin after them."""
+        """Begin to serve, and wait until that is so; migrations of the first serve the others."""
         own, migrated = self.home / "prefect.db", Path(os.environ["PENSTOCK_CACHE_HOME"], "prefect")
         if migrated.exists() and not own.exists():
             shutil.copy(migrated, own)

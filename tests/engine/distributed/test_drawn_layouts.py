@@ -42,7 +42,6 @@ in roundings of the weights and by what these do to the result."""
 
 TOGETHER = 2
 """Draws that share a start of the ranks."""
-GROUPS = 102
 
 
 def routed_alike(got: Trace, want: Trace) -> tuple[Trace, Trace]:
@@ -111,7 +110,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.dist
 @one_day_in(3, of=1)
-@pytest.mark.parametrize("group", taking_turns(range(GROUPS), 1))
+@pytest.mark.parametrize("group", taking_turns(range(102), 1))
 def test_what_check_accepts_computes_what_one_process_does(group, folder):
     names = [f"draw {number}" for number in range(group * TOGETHER, (group + 1) * TOGETHER)]
     draws = {name: accepted(folder, SEED, name) for name in names}

@@ -62,13 +62,16 @@ def layouts_of(world):
 def groups():
     """The core, and all others, as many at a time as share a start."""
     for at, names in enumerate(CORE.values()):
-        yield pytest.param(names, id=" | ".join(names), marks=one_day_in(2, of=at))
+        yield pytest.param(names, "plain", id=" | ".join(names), marks=one_day_in(2, of=at))
+    # In these torch compares what the ranks ask of one another, which takes as long again.
+    for at, name in enumerate(chain(*CORE.values())):
+        yield pytest.param([name], "checked", id=f"{name}, checked", marks=one_day_in(10, of=at))
     marks = [pytest.mark.slow, pytest.mark.exhaustive]
     for world in sorted({layout.world for layout in LAYOUTS.values()}):
         names = layouts_of(world)
         for start in range(0, len(names), TOGETHER):
             group = names[start : start + TOGETHER]
-            yield pytest.param(group, id=" | ".join(group), marks=marks)
+            yield pytest.param(group, "plain", id=" | ".join(group), marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +116,9 @@ def test_one_process_computes_what_transformers_does(kind, folder, reference):
     assert all(torch.equal(mine[name], theirs[name]) for name in theirs)
 
 
-def compare(names, folder, reference, collectives="plain"):
+@pytest.mark.dist
+@pytest.mark.parametrize(("names", "collectives"), list(groups()))
+def test_a_layout_computes_and_exports_what_one_process_does(names, collectives, folder, reference):
     [world] = {LAYOUTS[name].world for name in names}
     jobs = {name: LAYOUTS[name].job(folder, f"{name}, {collectives}") for name in names}
     found = on_ranks(world, each, trace_here, jobs, timeout=300, collectives=collectives)[0]
@@ -129,25 +134,12 @@ def compare(names, folder, reference, collectives="plain"):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("names", list(groups()))
-def test_a_layout_computes_and_exports_what_one_process_does(names, folder, reference):
-    compare(names, folder, reference)
-
-
-@pytest.mark.dist
-@pytest.mark.parametrize("name", over_days([*chain(*CORE.values())], 10))
-def test_ranks_ask_the_same_of_one_another(name, folder, reference):
-    """As torch compares it, which takes as long again."""
-    compare([name], folder, reference, "checked")
-
-
-@pytest.mark.dist
 @pytest.mark.slow
 @pytest.mark.parametrize("world", DRAWN)
 def test_layouts_that_are_drawn_compute_what_one_process_does(world, folder, reference):
     print(f"LAYOUT_SEED={SEED}")
     names = random.Random(SEED).sample(layouts_of(world), DRAWN[world])
-    compare(names, folder, reference)
+    test_a_layout_computes_and_exports_what_one_process_does(names, "plain", folder, reference)
 
 
 def test_every_axis_is_there_alone_and_every_two_of_them_together():

@@ -288,17 +288,15 @@ GATHERED = {
 @pytest.mark.parametrize("name", over_days(GATHERED, 6))
 def test_weights_that_are_gathered_in_8_bits_change_nothing_but_the_traffic(name, folder):
     settings = GATHERED[name]
-    jobs = {
-        "plain": job(folder, layout(name, **settings)),
-        "8": job(folder, layout(f"{name}, 8", **settings, **EIGHT)),
-    }
-    found = on_ranks(2, each, gathering, jobs, timeout=200)[0]
-    (one, many), (other, few) = found["plain"], found["8"]
+    plain = job(folder, layout(name, **settings))
+    eight = job(folder, layout(f"{name}, 8", **settings, **EIGHT))
+    found = on_ranks(2, each, gathering, {"plain": plain, "8": eight}, timeout=200)[0]
+    (one, many), (other, few) = found.values()
     assert one.losses == other.losses
     for mine, theirs in zip(one.gradients, other.gradients, strict=True):
         assert all(np.array_equal(mine[key], theirs[key]) for key in theirs)
     assert few < 0.75 * many
-    assert exported(jobs["plain"]) == exported(jobs["8"])
+    assert exported(plain) == exported(eight)
 
 
 @pytest.mark.slow
