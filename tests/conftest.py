@@ -4,6 +4,7 @@ import gc
 import os
 import signal
 import sys
+from collections import Counter
 from pathlib import Path
 
 # Set before triton is first imported: without a GPU, kernels run in Triton's interpreter.
@@ -53,6 +54,13 @@ def pytest_collection():
     """A million objects of imported modules live to the end: nobody looks for garbage among
     them."""
     gc.disable()
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_collection_modifyitems(items):
+    """Those of flows, which go to one process, then files with most long ones: the end is short."""
+    long = Counter(item.path for item in items if {"slow", "dist"} & set(item.keywords))
+    items.sort(key=lambda item: (not item.nodeid.startswith(FLOWS), -long[item.path]))
 
 
 def pytest_collection_finish():

@@ -15,7 +15,7 @@ from typing import Any
 from torch.distributed import TCPStore
 
 PATIENCE = 10.0
-LISTEN, UNCONNECTED = "0A", "07"
+PROTOCOLS = {"tcp": "0A", "tcp6": "0A", "udp": "07", "udp6": "07"}  # listening, unconnected
 
 
 @dataclass(frozen=True)
@@ -50,6 +50,7 @@ def descendants(root: int) -> set[int]:
 def listening(root: int) -> set[Listening]:
     """What they listen at over TCP, and every UDP socket that anybody may send to."""
     found: set[Listening] = set()
+    tables: dict[str, list[tuple[str, tuple[str, str, int]]]] = {}
     for pid in descendants(root):
         with contextlib.suppress(OSError):
             inodes = set()
@@ -57,14 +58,25 @@ def listening(root: int) -> set[Listening]:
                 with contextlib.suppress(OSError):
                     inodes.add(str(handle.readlink()))
             command = Path(f"/proc/{pid}/cmdline").read_text().replace("\0", " ")
-            for protocol in ("tcp", "tcp6", "udp", "udp6"):
-                for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
-                    words = line.split()
-                    wanted = UNCONNECTED if protocol.startswith("udp") else LISTEN
-                    if words[3] == wanted and f"socket:[{words[9]}]" in inodes:
-                        host, _, port = words[1].partition(":")
-                        found.add(Listening(pid, command, protocol, _host(host), int(port, 16)))
+            network = str(Path(f"/proc/{pid}/ns/net").readlink())
+            if network not in tables:
+                tables[network] = _table(pid)
+            found |= {
+                Listening(pid, command, *at) for name, at in tables[network] if name in inodes
+            }
     return found
+
+
+def _table(pid: int) -> list[tuple[str, tuple[str, str, int]]]:
+    """Names, protocols, addresses and ports of all such sockets of its network."""
+    rows: list[tuple[str, tuple[str, str, int]]] = []
+    for protocol, wanted in PROTOCOLS.items():
+        for line in Path(f"/proc/{pid}/net/{protocol}").read_text().splitlines()[1:]:
+            words = line.split()
+            if words[3] == wanted:
+                host, _, port = words[1].partition(":")
+                rows.append((f"socket:[{words[9]}]", (protocol, _host(host), int(port, 16))))
+    return rows
 
 
 def _host(words: str) -> str:

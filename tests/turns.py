@@ -37,6 +37,16 @@ def taking_turns(cases: Iterable[Any], count: int) -> list[Any]:
     ]
 
 
+def over_days(cases: Iterable[Any], days: int) -> list[Any]:
+    """The cases as parameters, spread evenly over so many days."""
+    return [pytest.param(case, marks=one_day_in(days, of=at)) for at, case in enumerate(cases)]
+
+
+def hundred(daily: int) -> list[Any]:
+    """Seeds below 100 as parameters: the first every day, the others spread over four."""
+    return [range(daily), *over_days([range(daily + at, 100, 4) for at in range(4)], 4)]
+
+
 def one_day_in(days: int, *, of: int) -> pytest.MarkDecorator:
     """Marks a test as slow on the day with the remainder `of`, and as exhaustive on the others."""
     is_today = EVERY or DAY % days == of % days

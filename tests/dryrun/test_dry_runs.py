@@ -44,7 +44,7 @@ PATHS = [
 
 EACH = [
     *sorted(NEEDED),
-    *taking_turns(PATHS, 3),
+    *taking_turns(PATHS, 1),
     *taking_turns([name for name in CASES if name not in {*NEEDED, *PATHS}], 1),
 ]
 

@@ -1,10 +1,12 @@
 """A Prefect server and a worker of the tests' own, spoken to by its command and over HTTP."""
 
 import os
+import shutil
 import socket
+import sqlite3
 import subprocess
 import sys
-from contextlib import suppress
+from contextlib import closing, suppress
 from pathlib import Path
 from typing import Any
 
@@ -52,7 +54,10 @@ class Prefect:
         self._workers = 0
 
     def start(self) -> None:
-        """Begin to serve, and wait until that is so."""
+        """Begin to serve, and wait until that is so; migrations of the first serve the others."""
+        own, migrated = self.home / "prefect.db", Path(os.environ["PENSTOCK_CACHE_HOME"], "prefect")
+        if migrated.exists() and not own.exists():
+            shutil.copy(migrated, own)
         self._server = self.spawn(
             [PREFECT, "server", "start", "--port", str(self.port), "--no-ui"], "server"
         )
@@ -63,6 +68,9 @@ class Prefect:
             return False
 
         soon(is_up)
+        if own.exists() and not migrated.exists():
+            with closing(sqlite3.connect(own)) as of, closing(sqlite3.connect(migrated)) as to:
+                of.backup(to)
 
     def kill(self) -> None:
         """End the server without warning; its database stays."""

@@ -168,7 +168,10 @@ BACKENDS = [
     ("reference", range(104)),
     pytest.param("rows", range(104), marks=needs_cpu),
     pytest.param("triton", range(16), marks=needs_triton),
-    pytest.param("triton", range(16, 104), marks=[needs_triton, pytest.mark.slow]),
+    *(
+        pytest.param("triton", range(16 + at, 104, 4), marks=[needs_triton, one_day_in(4, of=at)])
+        for at in range(4)
+    ),
 ]
 
 

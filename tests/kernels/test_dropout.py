@@ -9,6 +9,7 @@ from penstock_kernels.dropout import dropout
 from penstock_kernels.dropout.reference import keep_mask
 from penstock_kernels.op import INTERPRETED, UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
+from tests.turns import hundred
 
 KEY = 0xF00DFACE_89ABCDEF
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -50,7 +51,7 @@ SIZES = (0, 1, 2, 3, 4, 7, 16, 31, 97, 129)
 
 
 @needs_triton
-@pytest.mark.parametrize("seeds", [range(12), pytest.param(range(12, 100), marks=pytest.mark.slow)])
+@pytest.mark.parametrize("seeds", hundred(12))
 def test_triton_drops_alike_at_any_shape_and_place(seeds):
     for seed in seeds:
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)

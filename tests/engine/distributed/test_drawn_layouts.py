@@ -23,7 +23,7 @@ from tests.engine.float64 import trace_in_float64
 from tests.engine.loops import each
 from tests.engine.traces import Errors, Trace, errors, trace_here
 from tests.ranks import on_ranks
-from tests.turns import one_day_in
+from tests.turns import one_day_in, taking_turns
 
 SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 """Of all draws; a failure names it, and with this variable in the environment it is drawn again."""
@@ -40,9 +40,8 @@ ROUNDINGS = 8
 """How often a layout of quantized weights, the scales of which are float32 in any case, may round:
 in roundings of the weights and by what these do to the result."""
 
-TOGETHER = 4
+TOGETHER = 2
 """Draws that share a start of the ranks."""
-GROUPS = 51
 
 
 def routed_alike(got: Trace, want: Trace) -> tuple[Trace, Trace]:
@@ -111,10 +110,7 @@ def folder(tmp_path_factory):
 
 @pytest.mark.dist
 @one_day_in(3, of=1)
-@pytest.mark.parametrize(
-    "group",
-    [0, *(pytest.param(at, marks=pytest.mark.exhaustive) for at in range(1, GROUPS))],
-)
+@pytest.mark.parametrize("group", taking_turns(range(102), 1))
 def test_what_check_accepts_computes_what_one_process_does(group, folder):
     names = [f"draw {number}" for number in range(group * TOGETHER, (group + 1) * TOGETHER)]
     draws = {name: accepted(folder, SEED, name) for name in names}

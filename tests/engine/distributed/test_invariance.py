@@ -4,6 +4,7 @@ import os
 import random
 import secrets
 from functools import cache
+from itertools import chain
 
 import pytest
 import torch
@@ -15,7 +16,7 @@ from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each
 from tests.engine.traces import Errors, errors, exported, trace_here, trace_of_transformers
 from tests.ranks import on_ranks
-from tests.turns import EVERY, todays
+from tests.turns import one_day_in, over_days
 
 # Sums in another order, from fp32; half as much or less is seen.
 LIMITS = Errors(loss=2e-6, norm=1e-5, gradients=1e-5, weights=1e-6)
@@ -35,14 +36,12 @@ CORE = {
     ],
 }
 """Every axis at once and each in a pair, adapters that are merged into rows of a shard, and groups
-that a stage does not use, in two starts of the ranks."""
-CHECKED = [*CORE.values()] if EVERY else todays([*CORE.values()], 1)
-"""In these torch compares what the ranks ask of one another, which takes as long again."""
+that a stage does not use, in two starts of the ranks on two days."""
 SEED = int(os.environ.get("LAYOUT_SEED") or secrets.randbelow(10**9))
 """Of the layouts that are drawn; a failure shows it, and with this variable in the environment the
 same are drawn again."""
 
-DRAWN = {1: 1, 2: 4, 4: 2}
+DRAWN = {1: 1, 2: 2, 4: 1}
 """So many of the layouts on so many ranks are drawn by default, whose kinds of layers take turns;
 all are compared with `pytest -m exhaustive`."""
 
@@ -62,14 +61,17 @@ def layouts_of(world):
 
 def groups():
     """The core, and all others, as many at a time as share a start."""
-    for names in CORE.values():
-        yield pytest.param(names, id=" | ".join(names), marks=pytest.mark.slow)
+    for at, names in enumerate(CORE.values()):
+        yield pytest.param(names, "plain", id=" | ".join(names), marks=one_day_in(2, of=at))
+    # In these torch compares what the ranks ask of one another, which takes as long again.
+    for at, name in enumerate(chain(*CORE.values())):
+        yield pytest.param([name], "checked", id=f"{name}, checked", marks=one_day_in(10, of=at))
     marks = [pytest.mark.slow, pytest.mark.exhaustive]
     for world in sorted({layout.world for layout in LAYOUTS.values()}):
         names = layouts_of(world)
         for start in range(0, len(names), TOGETHER):
             group = names[start : start + TOGETHER]
-            yield pytest.param(group, id=" | ".join(group), marks=marks)
+            yield pytest.param(group, "plain", id=" | ".join(group), marks=marks)
 
 
 @pytest.fixture(scope="module")
@@ -91,30 +93,16 @@ def reference(folder):
     return made
 
 
-LATER = [
-    pytest.param(kind, marks=[pytest.mark.slow, *([] if often else [pytest.mark.exhaustive])])
-    for kind, often in {
-        "untied": False,
-        "learned positions": True,
-        "output norms": False,
-        "fused layers": True,
-        "soft caps": False,
-        "gemma 3": True,
-        "gemma 4": False,
-        "parallel blocks": False,
-        "scales": False,
-        "query scales": False,
-        "dense linear attention": True,
-        "convolutions": False,
-        "separate linear attention": False,
-        "dense mamba": False,
-    }.items()
-]
-"""The kinds of models, and whether each is compared by default."""
+LATER = (
+    *("untied", "learned positions", "output norms", "fused layers", "soft caps", "gemma 3"),
+    *("gemma 4", "parallel blocks", "scales", "query scales", "dense linear attention"),
+    *("convolutions", "separate linear attention", "dense mamba"),
+)
+"""Kinds of models that take turns."""
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("kind", ["tied", *LATER])
+@pytest.mark.parametrize("kind", ["tied", *over_days(LATER, 4)])
 def test_one_process_computes_what_transformers_does(kind, folder, reference):
     trace, files = reference(alone(kind).name)
     assert all(norm > MAX_NORM for norm in trace.norms), "what is clipped must differ"
@@ -129,12 +117,11 @@ def test_one_process_computes_what_transformers_does(kind, folder, reference):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize("names", list(groups()))
-def test_a_layout_computes_and_exports_what_one_process_does(names, folder, reference):
+@pytest.mark.parametrize(("names", "collectives"), list(groups()))
+def test_a_layout_computes_and_exports_what_one_process_does(names, collectives, folder, reference):
     [world] = {LAYOUTS[name].world for name in names}
-    jobs = {name: LAYOUTS[name].job(folder, name) for name in names}
-    how = "checked" if names in CHECKED else "plain"
-    found = on_ranks(world, each, trace_here, jobs, timeout=300, collectives=how)[0]
+    jobs = {name: LAYOUTS[name].job(folder, f"{name}, {collectives}") for name in names}
+    found = on_ranks(world, each, trace_here, jobs, timeout=300, collectives=collectives)[0]
     for name, job in jobs.items():
         layout = LAYOUTS[name]
         trace, files = reference(layout.alone.name)
@@ -152,7 +139,7 @@ def test_a_layout_computes_and_exports_what_one_process_does(names, folder, refe
 def test_layouts_that_are_drawn_compute_what_one_process_does(world, folder, reference):
     print(f"LAYOUT_SEED={SEED}")
     names = random.Random(SEED).sample(layouts_of(world), DRAWN[world])
-    test_a_layout_computes_and_exports_what_one_process_does(names, folder, reference)
+    test_a_layout_computes_and_exports_what_one_process_does(names, "plain", folder, reference)
 
 
 def test_every_axis_is_there_alone_and_every_two_of_them_together():

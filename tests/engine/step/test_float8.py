@@ -27,7 +27,7 @@ from tests.engine.loops import each, loop_of, step
 from tests.engine.traces import errors, exported, trace_here
 from tests.models.twins import hf_model
 from tests.ranks import on_ranks
-from tests.turns import one_day_in
+from tests.turns import one_day_in, over_days
 
 pytestmark = pytest.mark.dist
 
@@ -230,33 +230,20 @@ def traced_and_watched(job):
     return trace, [scale for _, sharing, scale in rounded if sharing == "tensor"]
 
 
-def some_and_the_rest(names, some):
-    """Two starts of the ranks, of which the second shows for more what the first shows too."""
-    rest = [name for name in names if name not in some]
-    marks = [pytest.mark.slow, pytest.mark.exhaustive]
-    return [pytest.param(some, marks=marks[:1]), pytest.param(rest, marks=marks)]
-
-
-@pytest.mark.parametrize("names", some_and_the_rest(LAYOUTS, ["tp 2", "ring 2"]), ids=" | ".join)
-def test_a_layout_rounds_as_one_process_does(names, folder):
-    chosen = {name: LAYOUTS[name] for name in names}
-    layouts = {name: layout(name, **settings) for name, settings in chosen.items()}
-    others = {each_.name: each_ for each_ in map(alone, chosen.values())}
+@pytest.mark.parametrize("name", over_days(LAYOUTS, 7))
+def test_a_layout_rounds_as_one_process_does(name, folder):
+    settings = LAYOUTS[name]
     # In small steps: differences would grow with large ones.
-    jobs = {name: job(folder, each_, lr=1e-3) for name, each_ in layouts.items()}
-    ours = {name: job(folder, each_, lr=1e-3) for name, each_ in others.items()}
-    [want] = on_ranks(1, each, traced_and_watched, ours)
-    found = on_ranks(2, each, traced_and_watched, jobs, timeout=200)[0]
-    for name, settings in chosen.items():
-        (trace, scales), (one, its_scales) = found[name], want[alone(settings).name]
-        # A sum in another order may carry a largest value over a power of two: the scale doubles,
-        # and its tensor rounds on another grid. No other difference is allowed.
-        others_ = sum(a != b for a, b in zip(scales, its_scales, strict=True))
-        assert others_ <= 0.01 * len(scales), name
-        assert trace.losses == pytest.approx(one.losses, rel=5e-4 if others_ else 1e-4), name
-        limit = COARSE if others_ else LIMIT
-        assert far_in_all(trace.gradients[0], one.gradients[0]) < limit, name
-        assert bool(scales) is (settings.get("recipe", "tensorwise") == "tensorwise")
+    [(one, its_scales)] = on_ranks(1, traced_and_watched, job(folder, alone(settings), lr=1e-3))
+    ours = job(folder, layout(name, **settings), lr=1e-3)
+    trace, scales = on_ranks(2, traced_and_watched, ours, timeout=200)[0]
+    # A sum in another order may carry a largest value over a power of two: the scale doubles,
+    # and its tensor rounds on another grid. No other difference is allowed.
+    others = sum(a != b for a, b in zip(scales, its_scales, strict=True))
+    assert others <= 0.01 * len(scales)
+    assert trace.losses == pytest.approx(one.losses, rel=5e-4 if others else 1e-4)
+    assert far_in_all(trace.gradients[0], one.gradients[0]) < (COARSE if others else LIMIT)
+    assert bool(scales) is (settings.get("recipe", "tensorwise") == "tensorwise")
 
 
 # Weights that travel in 8 bits.
@@ -298,21 +285,18 @@ GATHERED = {
 }
 
 
-@pytest.mark.parametrize("names", some_and_the_rest(GATHERED, ["blockwise"]), ids=" | ".join)
-def test_weights_that_are_gathered_in_8_bits_change_nothing_but_the_traffic(names, folder):
-    jobs = {}
-    for name in names:
-        settings = GATHERED[name]
-        jobs[name] = job(folder, layout(name, **settings))
-        jobs[f"{name}, 8"] = job(folder, layout(f"{name}, 8", **settings, **EIGHT))
-    found = on_ranks(2, each, gathering, jobs, timeout=200)[0]
-    for name in names:
-        (one, many), (other, few) = found[name], found[f"{name}, 8"]
-        assert one.losses == other.losses, name
-        for mine, theirs in zip(one.gradients, other.gradients, strict=True):
-            assert all(np.array_equal(mine[key], theirs[key]) for key in theirs), name
-        assert few < 0.75 * many, name
-        assert exported(jobs[name]) == exported(jobs[f"{name}, 8"])
+@pytest.mark.parametrize("name", over_days(GATHERED, 6))
+def test_weights_that_are_gathered_in_8_bits_change_nothing_but_the_traffic(name, folder):
+    settings = GATHERED[name]
+    plain = job(folder, layout(name, **settings))
+    eight = job(folder, layout(f"{name}, 8", **settings, **EIGHT))
+    found = on_ranks(2, each, gathering, {"plain": plain, "8": eight}, timeout=200)[0]
+    (one, many), (other, few) = found.values()
+    assert one.losses == other.losses
+    for mine, theirs in zip(one.gradients, other.gradients, strict=True):
+        assert all(np.array_equal(mine[key], theirs[key]) for key in theirs)
+    assert few < 0.75 * many
+    assert exported(plain) == exported(eight)
 
 
 @pytest.mark.slow

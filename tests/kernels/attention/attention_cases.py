@@ -5,13 +5,13 @@ import random
 from dataclasses import dataclass
 from itertools import pairwise
 
-import pytest
 import torch
 
 from penstock_kernels.attention import VarlenMetadata
+from tests.turns import hundred
 
 LENGTHS = (1, 1, 2, 3, 7, 13, 16, 17, 31, 37, 61, 64, 101)
-HUNDRED = [range(8), pytest.param(range(8, 100), marks=pytest.mark.slow)]
+HUNDRED = hundred(8)
 """Numbers of cases: a few, and the others of a hundred where there is time."""
 HEADS = ((1, 1), (4, 2), (6, 2), (5, 5), (8, 1))
 

@@ -78,6 +78,7 @@ def drawn(seed: int, dtype: torch.dtype, *, is_decode: bool, capped: bool = Fals
 BACKENDS = ["reference", "runs", pytest.param("triton", marks=needs_triton)]
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("poisoned")
 @pytest.mark.parametrize("is_decode", [True, False], ids=["decode", "chunks"])
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -14,6 +14,7 @@ from penstock_kernels.group_gemm.loops import padded_height
 from penstock_kernels.group_gemm.zeroing import zero_empty, zero_tail_rows
 from penstock_kernels.op import UnsupportedError
 from tests.kernels.where import DEVICE, needs_triton
+from tests.turns import todays
 
 BACKENDS = ["eager", "native", pytest.param("triton", marks=needs_triton)]
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -126,7 +127,7 @@ def some_shape(seed, vector):
     ],
 )
 def test_it_agrees_for_a_hundred_ragged_shapes(backend, vector):
-    for seed in range(100):
+    for seed in todays(range(100), 25) if backend == "triton" else range(100):
         case = some_shape(seed, vector)
         if backend == "native" and DEVICE == "cuda":
             case = (*case[:4], torch.bfloat16, case[5])

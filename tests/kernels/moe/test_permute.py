@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 from penstock_kernels.op import UnsupportedError
 from penstock_kernels.permute import permute, sort_by_expert, unpermute
 from tests.kernels.where import DEVICE, needs_triton
+from tests.turns import todays
 
 BACKENDS = ["eager", pytest.param("triton", marks=needs_triton)]
 pytestmark = pytest.mark.usefixtures("poisoned")
@@ -156,7 +157,7 @@ def test_what_was_sorted_comes_back(data):
     "backend", ["eager", pytest.param("triton", marks=[needs_triton, pytest.mark.slow])]
 )
 def test_it_agrees_with_loops_for_a_hundred_ragged_shapes(backend):
-    for seed in range(100):
+    for seed in todays(range(100), 25) if backend == "triton" else range(100):
         drawn = random.Random(seed)
         experts, K = drawn.randint(1, 5), drawn.randint(1, 3)
         last = experts if drawn.random() < 0.3 else experts - 1  # some choices are nobody

@@ -21,6 +21,7 @@ from penstock_kernels.quant import (
 from tests.kernels.quant.matrices import normal, same, uneven
 from tests.kernels.quant.test_quant import plain
 from tests.kernels.where import CAN_RUN_TRITON, DEVICE
+from tests.turns import hundred
 
 pytestmark = pytest.mark.usefixtures("poisoned")
 
@@ -30,10 +31,8 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 # Products. fp32: sums of up to 257 numbers; 16 bits: one rounding of the result.
 PRODUCT = {torch.float32: 2e-6, torch.bfloat16: 2**-8, torch.float16: 2**-10}
 
-cases = pytest.mark.parametrize(
-    "seeds", [range(12), pytest.param(range(12, 102), marks=pytest.mark.slow)]
-)
-"""Each format in turn, seventeen times in all."""
+cases = pytest.mark.parametrize("seeds", hundred(12))
+"""Each format in turn."""
 
 
 def case(seed):

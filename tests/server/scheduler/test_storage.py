@@ -56,6 +56,7 @@ NASTY = [
 ]
 
 
+@pytest.mark.slow
 @given(st.one_of(st.sampled_from(NASTY), st.text(max_size=140), st.from_regex(r"[\w.:/-]{1,9}")))
 @settings(max_examples=150, deadline=None)
 def test_no_name_leads_out_of_its_folder(tmp_path_factory, name):

@@ -24,6 +24,7 @@ from tests.engine.inputs import write_bases
 from tests.engine.loops import loop_of, save, step
 from tests.ranks import on_ranks
 from tests.server.sync.receiver import Fault, receiving
+from tests.turns import over_days
 
 pytestmark = pytest.mark.slow
 
@@ -191,8 +192,7 @@ LAYOUTS = {
 
 
 @pytest.mark.dist
-@pytest.mark.slow
-@pytest.mark.parametrize("name", LAYOUTS)
+@pytest.mark.parametrize("name", over_days(LAYOUTS, 3))
 def test_no_layout_and_no_form_changes_a_bit_of_what_arrives(folder, name):
     base, lora, train = LAYOUTS[name]
     job = job_of(folder, name, lora, base=base, **train)

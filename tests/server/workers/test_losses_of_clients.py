@@ -22,6 +22,7 @@ from tests.server.workers.orders import (
     passing,
     stepping,
 )
+from tests.turns import over_days
 
 pytestmark = [
     pytest.mark.slow,
@@ -241,13 +242,7 @@ LAYOUTS = {
 }
 
 
-QUICK = ("pp 2",)
-
-
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", over_days(LAYOUTS, 5))
 def test_every_layout_finds_the_same(model, tmp_path, layout):
     alone = looked_at(model, tmp_path, {})
     for found in on_ranks(2, looked_at, model, tmp_path, LAYOUTS[layout]):

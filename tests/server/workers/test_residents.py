@@ -45,6 +45,7 @@ from tests.server.workers.orders import (
     stepping,
     write_model,
 )
+from tests.turns import over_days
 
 pytestmark = [
     pytest.mark.slow,
@@ -102,13 +103,9 @@ LAYOUTS = {
     "pp 2": (2, {"pipeline_parallel_size": 2}),
     "ep 2": (2, {"expert_parallel_size": 2, "data_parallel_mode": "fsdp2"}),
 }
-QUICK = ("one process", "tp 2")
 
 
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=[] if name in QUICK else pytest.mark.exhaustive) for name in LAYOUTS],
-)
+@pytest.mark.parametrize("layout", over_days(LAYOUTS, 5))
 def test_models_that_take_turns_end_as_each_would_alone(model, tmp_path, layout):
     world, settings = LAYOUTS[layout]
     if "expert_parallel_size" in settings:
@@ -157,8 +154,9 @@ def test_what_a_smaller_adapter_leaves_of_the_base_stays_zeros_exactly(model, tm
     assert all(p.abs().sum() > 0 for p in factors.values())
 
 
-@pytest.mark.parametrize("form", [{}, {"moe_shared_lora": True}, {"moe_hybrid_shared_lora": True}])
-def test_adapters_of_experts_may_be_smaller_than_the_base_has_room_for(tmp_path, form):
+@pytest.mark.parametrize("shared", over_days(("", "moe_shared_lora", "moe_hybrid_shared_lora"), 3))
+def test_adapters_of_experts_may_be_smaller_than_the_base_has_room_for(tmp_path, shared):
+    form = {shared: True} if shared else {}
     its = write_model(tmp_path / "model", **MIXTURE)
     orders = {
         name: script("a", tmp_path / name, rank=4, lr=0.02, seed=3) for name in ("wide", "own")
@@ -172,7 +170,7 @@ def test_adapters_of_experts_may_be_smaller_than_the_base_has_room_for(tmp_path,
     assert ranks == {4}
 
 
-@pytest.mark.parametrize("format", ["nf4", "nvfp4"])
+@pytest.mark.parametrize("format", over_days(("nf4", "nvfp4"), 2))
 def test_models_share_a_base_that_is_quantized(model, tmp_path, format):
     both, alone = tmp_path / "both", tmp_path / "alone"
     quantized = {"lora": {"enable_qlora": True, "quant_format": format}}
