@@ -21,7 +21,7 @@ from penstock.models.registry import get_family
 from penstock.pipeline.plan import check_machine
 from penstock_kernels.float8 import AmaxReduceGroups, Float8Recipe, linear
 from tests.engine import runs
-from tests.engine.inputs import write_inputs
+from tests.engine.inputs import write_rows
 from tests.engine.laid import laid
 from tests.engine.loops import each, loop_of, step
 from tests.engine.traces import errors, exported, trace_here
@@ -40,7 +40,7 @@ SHARED = "shared"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("float8")
-    write_inputs(folder, 24)
+    write_rows(folder / "packed", 24)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "moe_intermediate_size": 32}
     hf_model("glm4_moe", tied=False, **sizes, vocab_size=runs.VOCAB).save_pretrained(
