@@ -180,7 +180,7 @@ def test_a_schedule_fires_and_what_is_there_is_shown_as_cached(deployed, once):
         f"/deployments/{there['id']}/schedules",
         [
             {
-                "schedule": {"interval": 10, "anchor_date": first.isoformat()},
+                "schedule": {"interval": 30, "anchor_date": first.isoformat()},
                 "parameters": {"config": str(config), "overrides": {"train.lr": 0.02}},
             }
         ],
