@@ -21,7 +21,7 @@ from penstock.models.registry import get_family
 from penstock.pipeline.plan import check_machine
 from penstock_kernels.float8 import AmaxReduceGroups, Float8Recipe, linear
 from tests.engine import runs
-from tests.engine.inputs import write_rows
+from tests.engine.inputs import write_model, write_rows
 from tests.engine.laid import laid
 from tests.engine.loops import each, loop_of, step
 from tests.engine.traces import errors, exported, trace_here
@@ -360,6 +360,7 @@ def test_a_model_learns_in_float8_as_it_does_in_bfloat16(folder):
 def layers_of(folder, kind=KIND, model=None, **settings):
     run = layout("asked", **{"data_parallel_mode": "none", **settings})
     config = job(folder, run, model=model or {}).config
+    write_model(folder, kind)
     hf = read_hf_config(str(folder / kind), config.model.foundation)
     family = get_family(hf)
     names = family.weight_map(family.read(hf), merge_qkv=config.model.merge_qkv)
