@@ -79,8 +79,11 @@ def _rank(rank: int, command: Sequence[str], variables: Mapping[str, str], said:
         os.dup2(output, stream)
     os.environ.clear()
     os.environ.update(variables, RANK=str(rank), LOCAL_RANK=str(rank))
-    # The interpreter reads this only as it starts.
-    sys.path[:0] = filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))
+    # The interpreter reads these only as it starts.
+    sys.path[:0] = folders = [*filter(None, variables.get("PYTHONPATH", "").split(os.pathsep))]
+    for file in (Path(folder) / "sitecustomize.py" for folder in folders):
+        if file.is_file():
+            runpy.run_path(str(file))
     torch.set_num_threads(int(variables["OMP_NUM_THREADS"]))
     sys.argv = [*command]
     runpy.run_module(command[0], run_name="__main__", alter_sys=True)

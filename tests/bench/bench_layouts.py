@@ -9,7 +9,7 @@ import tempfile
 from functools import cache
 from pathlib import Path
 
-from tests.engine.inputs import write_inputs
+from tests.engine.inputs import write_rows
 from tests.engine.laid import Layout, alone
 from tests.engine.layouts import LAYOUTS
 from tests.engine.traces import Errors, Trace, errors, trace_here, trace_of_transformers
@@ -33,7 +33,7 @@ def row(layout: Layout, ranks: int, far: Errors) -> str:
 def main() -> None:
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
-        write_inputs(folder, 24)
+        write_rows(folder / "packed", 24)
 
         @cache
         def reference(name: str) -> Trace:

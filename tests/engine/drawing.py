@@ -15,7 +15,7 @@ from penstock.config.schema.run import needs_reference
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.train.launch.job import Job
 from tests.engine import runs
-from tests.engine.inputs import DOCUMENTS, MODELS, SHAPE, write_rows
+from tests.engine.inputs import DOCUMENTS, MODELS, write_rows
 from tests.engine.laid import BALANCES, LORA_FORMS, SHORT, Layout, laid
 from tests.engine.losses.answering import random_samples, write_answers, write_reference
 
@@ -167,7 +167,6 @@ def accepted(
         draw = drawn(rng, kinds)
         if is_quantized not in (None, draw.is_quantized):
             continue
-        write_model(folder, draw.layout.kind)
         try:
             job = draw.job(folder, name)
         except (ConfigError, CapabilityError):
@@ -247,9 +246,3 @@ def link_rows(source: Path, folder: Path) -> None:
     for path in source.iterdir():
         if path.name.partition(" ")[0] in ROWS:
             (folder / path.name).symlink_to(path)
-
-
-def write_model(folder: Path, kind: str) -> None:
-    """The weights of this kind, unless they are there."""
-    if not (folder / kind).is_dir():
-        runs.write_model(folder / kind, noise=0.1, **{**SHAPE, **MODELS[kind]})

@@ -496,11 +496,10 @@ SHAPE = {
 }
 
 
-def write_inputs(folder: Path, num_rows: int) -> None:
-    """Packed rows, and a folder of random weights for each model."""
-    write_rows(folder / "packed", num_rows)
-    for name, changes in MODELS.items():
-        runs.write_model(folder / name, noise=0.1, **{**SHAPE, **changes})
+def write_model(folder: Path, kind: str) -> None:
+    """The weights of this kind, unless they are there."""
+    if not (folder / kind).is_dir():
+        runs.write_model(folder / kind, noise=0.1, **{**SHAPE, **MODELS[kind]})
 
 
 def write_rows(

@@ -8,6 +8,7 @@ from typing import Any
 
 from penstock.train.launch.job import Job
 from tests.engine import runs
+from tests.engine.inputs import MODELS, write_model
 
 ROWS_PER_STEP = 4
 MAX_NORM, LR = 0.5, 0.5
@@ -100,7 +101,10 @@ class Layout:
         return math.prod(self.sizes.values())
 
     def job(self, folder: Path, out: str, *, optimizer: str = "sgd", **train: Any) -> Job:
-        """A run of this layout over the rows in `folder`."""
+        """A run of this layout over the rows in `folder`. Its model is written there, where none of
+        an earlier run is: to write all of them takes longer than to train one."""
+        if self.kind in MODELS:
+            write_model(folder, self.kind)
         settings: dict[str, Any] = {
             "optimizer": optimizer,
             "lr": LR,

@@ -69,7 +69,7 @@ def once(deployed, tmp_path_factory):
             "finetune/finetune", config=str(config), overrides={"train.lr": 2e-2}
         )
         notices = {"artifacts": {"key": {"any_": ["penstock-notice"]}}}
-        [notice] = soon(lambda: deployed.ask("artifacts", **notices))
+        [notice] = soon(lambda: deployed.ask("artifacts", **notices), every=0.5)
     assert notice["data"] == f"{prepared} is being built by another run; waiting for it"
     assert notice["description"] == "nightly run: prepare"
     run = deployed.ended(asked)
@@ -180,7 +180,7 @@ def test_a_schedule_fires_and_what_is_there_is_shown_as_cached(deployed, once):
         f"/deployments/{there['id']}/schedules",
         [
             {
-                "schedule": {"interval": 10, "anchor_date": first.isoformat()},
+                "schedule": {"interval": 30, "anchor_date": first.isoformat()},
                 "parameters": {"config": str(config), "overrides": {"train.lr": 0.02}},
             }
         ],
@@ -193,7 +193,7 @@ def test_a_schedule_fires_and_what_is_there_is_shown_as_cached(deployed, once):
         found = deployed.ask("flow_runs", deployments=here, flow_runs=begun)
         return [each for each in found if each["auto_scheduled"]]
 
-    [run, *_] = soon(fired)
+    [run, *_] = soon(fired, every=0.5)
     deployed.api.delete(f"/deployments/{there['id']}/schedules/{made.json()[0]['id']}")
     run = deployed.ended(run["id"])
     assert run["state_type"] == "COMPLETED", deployed.told
@@ -232,7 +232,7 @@ def test_parameters_that_are_none_are_refused_before_anything_is_scheduled(deplo
     deployed.api.delete(f"/flow_runs/{taken.json()['id']}")
 
 
-@one_day_in(2, of=1)
+@one_day_in(3, of=1)
 def test_a_cancelled_run_leaves_a_checkpoint_no_process_and_nothing_of_its_secrets(
     deployed, once, tmp_path
 ):

@@ -8,7 +8,7 @@ from unittest.mock import patch
 import pytest
 import torch
 
-from penstock.core.errors import ArtifactError
+from penstock.core.errors import ArtifactError, ConfigError
 from penstock.engine import rng
 from penstock.engine.checkpoint.folders import complete_checkpoints, read_state
 from penstock.train.launch.stop_request import StopRequest
@@ -16,6 +16,7 @@ from penstock.train.metrics.jsonl import MetricsLog, read_metrics
 from tests.engine import runs
 from tests.engine.loops import loop_of
 from tests.ranks import on_ranks
+from tests.turns import taking_turns
 
 LAYOUTS = {
     "none": (1, {"data_parallel_mode": "none", "dropout": {"hidden": 0.1}}),
@@ -44,14 +45,7 @@ LAYOUTS = {
     ),
     "stages of rings": (4, {"pipeline_parallel_size": 2, "ringattn_parallel_size": 2}),
 }
-MARKS = {
-    "ddp": [pytest.mark.slow],
-    "fsdp2": [pytest.mark.slow, pytest.mark.exhaustive],
-    "fsdp2 in bf16": [pytest.mark.slow, pytest.mark.exhaustive],
-    "fsdp2 with lora": [pytest.mark.slow, pytest.mark.exhaustive],
-    "fsdp2 with qlora, merged": [pytest.mark.slow],
-    "stages of rings": [pytest.mark.slow, pytest.mark.exhaustive],
-}
+DIVIDED = [layout for layout in LAYOUTS if layout != "none"]
 
 
 class StopAfter(StopRequest):
@@ -69,6 +63,11 @@ def train_until(job, step):
     return runs.train_here(job, StopAfter(job.output_dir / "metrics.jsonl", step))
 
 
+def train_and_begin(whole, stopped, step):
+    """The facts of a run, and what those of one are that is stopped."""
+    return runs.train_here(whole), train_until(stopped, step)
+
+
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("resume")
@@ -78,27 +77,29 @@ def folder(tmp_path_factory):
 
 
 @pytest.mark.dist
-@pytest.mark.parametrize(
-    "layout",
-    [pytest.param(name, marks=MARKS.get(name, [])) for name in LAYOUTS],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", ["none", *taking_turns(DIVIDED, 1)])
 def test_a_resumed_run_ends_with_the_same_bytes(layout, folder):
     world, settings = LAYOUTS[layout]
-    endings = {}
-    # Stopped before anything is saved by itself, and after it.
-    for name, stops in (("whole", []), ("stopped", [1, 4])):
+
+    def job(name, **train):
         out = folder / layout.replace(" ", "_") / name
-        behind = name != "whole"
-        run = runs.run_config(out, folder / "model", save_steps=3, save_async=behind, **settings)
-        job = runs.job_of(run, folder / "packed")
-        for step in stops:
-            assert on_ranks(world, train_until, job, step) == [None] * world
-        facts = on_ranks(world, runs.train_here, job)[0]
-        last = out / facts["checkpoint"]
+        run = runs.run_config(out, folder / "model", save_steps=3, **train, **settings)
+        return runs.job_of(run, folder / "packed")
+
+    def ending(job, facts):
+        last = job.output_dir / facts["checkpoint"]
         files = {path.name: path.read_bytes() for path in sorted(last.iterdir())}
-        endings[name] = facts, files, runs.losses(out)
-    assert ".metadata" in endings["whole"][1]
-    assert endings["stopped"] == endings["whole"]
+        return facts, files, runs.losses(job.output_dir)
+
+    whole, stopped = job("whole", save_async=False), job("stopped", save_async=True)
+    # Stopped before anything is saved by itself, and after it.
+    begun = on_ranks(world, train_and_begin, whole, stopped, 1)
+    assert [facts for _, facts in begun] == [None] * world
+    assert on_ranks(world, train_until, stopped, 4) == [None] * world
+    expected = ending(whole, begun[0][0])
+    assert ".metadata" in expected[1]
+    assert ending(stopped, on_ranks(world, runs.train_here, stopped)[0]) == expected
 
 
 def gone_on(job):
@@ -182,11 +183,10 @@ def test_an_unfinished_save_is_never_resumed_from(folder):
 def named(folder):
     """The last checkpoint of a run of six steps."""
     first = runs.run_config(folder / "first", folder / "model", data_parallel_mode="none")
-    on_ranks(1, runs.train_here, runs.job_of(first, folder / "packed"))
+    runs.train_here(runs.job_of(first, folder / "packed"))
     return folder / "first" / "checkpoints" / "global_step_6"
 
 
-@pytest.mark.dist
 def test_a_run_starts_from_a_checkpoint_that_is_named(folder, named):
     more = runs.run_config(
         folder / "more",
@@ -195,12 +195,11 @@ def test_a_run_starts_from_a_checkpoint_that_is_named(folder, named):
         load_checkpoint_path=str(named),
         max_steps=8,
     )
-    on_ranks(1, runs.train_here, runs.job_of(more, folder / "packed", key="b" * 64))
+    runs.train_here(runs.job_of(more, folder / "packed", key="b" * 64))
     steps = [record["step"] for record in read_metrics(folder / "more" / "metrics.jsonl")]
     assert steps == [7, 8]
 
 
-@pytest.mark.dist
 def test_a_named_checkpoint_beyond_the_end_of_the_run_is_refused(folder, named):
     short = runs.run_config(
         folder / "short",
@@ -209,8 +208,8 @@ def test_a_named_checkpoint_beyond_the_end_of_the_run_is_refused(folder, named):
         load_checkpoint_path=str(named),
         max_steps=6,
     )
-    with pytest.raises(AssertionError, match=r"has taken 6 steps.*ends at 6"):
-        on_ranks(1, runs.train_here, runs.job_of(short, folder / "packed", key="b" * 64))
+    with pytest.raises(ConfigError, match=r"has taken 6 steps.*ends at 6"):
+        runs.train_here(runs.job_of(short, folder / "packed", key="b" * 64))
 
 
 def test_metrics_hold_each_step_once_after_a_rewind(tmp_path):

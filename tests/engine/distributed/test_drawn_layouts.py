@@ -11,15 +11,9 @@ from safetensors.torch import load_file, save_file
 
 from penstock.train.launch.job import Job
 from tests.engine.distributed.test_linear_layouts import WEIGHTED
-from tests.engine.drawing import (
-    WORLDS,
-    Drawn,
-    accepted,
-    link_rows,
-    write_drawn_rows,
-    write_model,
-)
+from tests.engine.drawing import WORLDS, Drawn, accepted, link_rows, write_drawn_rows
 from tests.engine.float64 import trace_in_float64
+from tests.engine.inputs import write_model
 from tests.engine.loops import each
 from tests.engine.traces import Errors, Trace, errors, trace_here
 from tests.ranks import on_ranks

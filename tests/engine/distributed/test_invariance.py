@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from tests.engine.inputs import MODELS, write_inputs
+from tests.engine.inputs import MODELS, write_rows
 from tests.engine.laid import MAX_NORM, alone
 from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each
@@ -77,7 +77,7 @@ def groups():
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("invariance")
-    write_inputs(folder, 24)
+    write_rows(folder / "packed", 24)
     return folder
 
 

@@ -14,16 +14,16 @@ from tests.engine import runs
 from tests.engine.generation.writing import (
     assert_foretold,
     built_of,
-    job_of,
     log_probs_after,
     read_model,
     write_model,
     written,
 )
+from tests.engine.generation.writing import job_of as job_of_model
 from tests.engine.inputs import MODELS
 from tests.engine.loops import each
 from tests.ranks import on_ranks
-from tests.turns import one_day_in
+from tests.turns import one_day_in, taking_turns
 
 pytestmark = [pytest.mark.slow, pytest.mark.dist]
 
@@ -157,10 +157,18 @@ SIBLINGS: dict[str, dict[str, Any]] = {
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    folder = tmp_path_factory.mktemp("generation")
-    for name, changes in FAMILIES.items():
-        write_model(folder / name, **changes)
-    return folder
+    return tmp_path_factory.mktemp("generation")
+
+
+def model_in(folder, name):
+    """The folder of a model, which is written for the first test that takes it."""
+    if not (folder / name).is_dir():
+        write_model(folder / name, **{**FAMILIES, **SIBLINGS}[name])
+    return folder / name
+
+
+def job_of(folder, name, of="model", **settings):
+    return job_of_model(folder, name, model_in(folder, of).name, **settings)
 
 
 def greedily(job):
@@ -175,13 +183,10 @@ def greedily(job):
 KEEPING = [name for name in FAMILIES if name != "by length"]
 
 
-@one_day_in(3, of=1)
 @pytest.mark.parametrize(
-    "names", [KEEPING, pytest.param([*SIBLINGS], marks=pytest.mark.exhaustive)]
+    "names", taking_turns([*(KEEPING[at::3] for at in range(3)), [*SIBLINGS]], 1)
 )
 def test_the_top_k_tokens_are_those_of_transformers(folder, names):
-    for name in SIBLINGS.keys() & names:
-        write_model(folder / name, **SIBLINGS[name])
     jobs = {name: job_of(folder, f"greedy {name}", name) for name in names}
     [found] = on_ranks(1, each, greedily, jobs)
     for name in names:
@@ -249,19 +254,12 @@ def in_little_room(job):
     return found
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "model",
-        "sinks",
-        "linear attention",
-        pytest.param("latent attention", marks=pytest.mark.exhaustive),
-        pytest.param("sparse attention", marks=pytest.mark.exhaustive),
-        pytest.param("dense mamba", marks=pytest.mark.exhaustive),
-        pytest.param("convolutions and experts", marks=pytest.mark.exhaustive),
-        pytest.param("experts without a gate", marks=pytest.mark.exhaustive),
-    ],
-)
+CACHES = ["model", "sinks", "linear attention", "latent attention", "sparse attention"]
+CACHES += ["dense mamba", "convolutions and experts", "experts without a gate"]
+"""Models that do not keep the same, and of the same tokens."""
+
+
+@pytest.mark.parametrize("name", taking_turns(CACHES, 1))
 def test_what_is_kept_and_how_many_are_written_at_once_changes_nothing(folder, name):
     [found] = on_ranks(1, in_little_room, job_of(folder, f"room {name}", name))
     wanted = found.pop("afresh")
@@ -385,7 +383,7 @@ def write_adapter(folder, name):
     config = peft.LoraConfig(
         r=4, lora_alpha=8, target_modules=ADAPTED[name], init_lora_weights=False
     )
-    adapted = peft.get_peft_model(read_model(folder / name), config)
+    adapted = peft.get_peft_model(read_model(model_in(folder, name)), config)
     adapted.save_pretrained(folder / f"adapter of {name}", save_embedding_layers=False)
     return folder / f"adapter of {name}"
 

@@ -14,7 +14,7 @@ from penstock.train.eval import reference_model
 from penstock.train.eval.reference_model import SyncedRefModel
 from penstock.train.launch.job import Job
 from tests.engine import loops, runs
-from tests.engine.inputs import write_inputs
+from tests.engine.inputs import write_rows
 from tests.engine.laid import Layout, alone
 from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import each
@@ -39,7 +39,7 @@ JUDGED = random_samples(56, runs.VOCAB, judged=True)
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("preferences")
-    write_inputs(folder, 2)
+    write_rows(folder / "packed", 2)
     for name, samples in {"preference": PAIRS, "kto": JUDGED}.items():
         write_answers(folder / name, samples)
         write_reference(folder / f"{name} scores", samples)

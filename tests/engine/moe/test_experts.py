@@ -10,7 +10,7 @@ from safetensors.torch import load, load_file
 
 from penstock.models.layers.experts import Experts
 from penstock.train.launch.job import CHECKPOINTS
-from tests.engine.inputs import write_inputs
+from tests.engine.inputs import write_rows
 from tests.engine.layouts import LAYOUTS
 from tests.engine.loops import (
     before_each_update,
@@ -31,7 +31,7 @@ ACTS = "only gates recomputed"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("experts")
-    write_inputs(folder, 8)
+    write_rows(folder / "packed", 8)
     return folder
 
 

@@ -11,7 +11,7 @@ from penstock.engine.backends.compile import compile_layers
 from penstock.models.decoder import Decoder
 from tests.engine.distributed.test_invariance import LIMITS, OF_ADAPTERS
 from tests.engine.holdings import CONFIG
-from tests.engine.inputs import write_inputs
+from tests.engine.inputs import write_rows
 from tests.engine.laid import laid
 from tests.engine.traces import errors, trace_here
 from tests.ranks import on_ranks
@@ -61,7 +61,7 @@ OTHERS = [name for name in LAYOUTS if name not in COMPILED]
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("compiling")
-    write_inputs(folder, 24)
+    write_rows(folder / "packed", 24)
     return folder
 
 

@@ -21,7 +21,7 @@ from penstock.models.registry import get_family
 from penstock.pipeline.plan import check_machine
 from penstock_kernels.float8 import AmaxReduceGroups, Float8Recipe, linear
 from tests.engine import runs
-from tests.engine.inputs import write_inputs
+from tests.engine.inputs import write_model, write_rows
 from tests.engine.laid import laid
 from tests.engine.loops import each, loop_of, step
 from tests.engine.traces import errors, exported, trace_here
@@ -40,7 +40,7 @@ SHARED = "shared"
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("float8")
-    write_inputs(folder, 24)
+    write_rows(folder / "packed", 24)
     sizes = {"hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4}
     sizes |= {"num_key_value_heads": 4, "num_hidden_layers": 2, "moe_intermediate_size": 32}
     hf_model("glm4_moe", tied=False, **sizes, vocab_size=runs.VOCAB).save_pretrained(
@@ -344,6 +344,7 @@ def test_a_model_learns_in_float8_as_it_does_in_bfloat16(folder):
 def layers_of(folder, kind=KIND, model=None, **settings):
     run = layout("asked", **{"data_parallel_mode": "none", **settings})
     config = job(folder, run, model=model or {}).config
+    write_model(folder, kind)
     hf = read_hf_config(str(folder / kind), config.model.foundation)
     family = get_family(hf)
     names = family.weight_map(family.read(hf), merge_qkv=config.model.merge_qkv)

@@ -1,5 +1,6 @@
 """Multi-token prediction: tensors that are not trained are carried, and trained ones predict."""
 
+from functools import cache
 from pathlib import Path
 
 import pytest
@@ -33,7 +34,7 @@ from tests.engine.loops import (
 from tests.engine.peft.test_multimodal import write_multimodal
 from tests.engine.predicting import LAYERS, PREDICTING, Predicting, expected, write_rows
 from tests.ranks import on_ranks
-from tests.turns import one_day_in
+from tests.turns import one_day_in, taking_turns
 
 pytestmark = pytest.mark.dist
 
@@ -71,36 +72,42 @@ def exported(run, out, **form):
     return load_file(out / "hf/model.safetensors")
 
 
-@pytest.mark.parametrize(
-    "names",
-    [["mimo"], pytest.param(["qwen3_next", "qwen3_next of transformers"], marks=pytest.mark.slow)],
-)
-def test_tensors_that_are_not_trained_are_exported_byte_for_byte(names, tmp_path):
+@pytest.mark.parametrize("name", taking_turns(CARRIED, 1))
+def test_tensors_that_are_not_trained_are_exported_byte_for_byte(name, tmp_path):
     runs.write_rows(tmp_path / "packed", 4)
-    made, was = {}, {}
-    for name in names:
-        backend, tensors, model = CARRIED[name]
-        was[name] = with_tensors(tmp_path / name, tensors, **model)
-        path = str(tmp_path / name)
-        made[name] = runs.run_config(
-            tmp_path / f"{name} run",
-            tmp_path / name,
-            model={"model_path": path, "tokenizer_path": path, "backend": backend},
-            data_parallel_mode="none",
-        )
-    jobs = {name: runs.job_of(run, tmp_path / "packed") for name, run in made.items()}
-    on_ranks(1, each, trained, jobs)
-    for name, run in made.items():
-        now = exported(run, tmp_path / f"{name} out")
-        for tensor, before in was[name].items():
-            assert now[tensor].dtype == before.dtype, tensor
-            assert torch.equal(now[tensor], before), tensor
+    backend, tensors, model = CARRIED[name]
+    was = with_tensors(tmp_path / "model", tensors, **model)
+    path = str(tmp_path / "model")
+    run = runs.run_config(
+        tmp_path / "run",
+        tmp_path / "model",
+        model={"model_path": path, "tokenizer_path": path, "backend": backend},
+        data_parallel_mode="none",
+    )
+    on_ranks(1, trained, runs.job_of(run, tmp_path / "packed"))
+    now = exported(run, tmp_path / "out")
+    for tensor, before in was.items():
+        assert now[tensor].dtype == before.dtype, tensor
+        assert torch.equal(now[tensor], before), tensor
 
 
 WEIGHT = 0.3
 
 
+def predicting(name):
+    return Predicting("deepseek_v3", 2) if name == "two depths" else Predicting(name)
+
+
+@cache
+def wanted_of(name, packed):
+    """The losses and the gradients of transformers' modules."""
+    return expected(predicting(name), packed, WEIGHT)
+
+
 def job(folder, name, out="run", **train):
+    """A run of a model, which is written for the first."""
+    if name in (*PREDICTING, "two depths") and not (folder / name).is_dir():
+        predicting(name).save(folder / name)
     settings = {"mtp_loss_weight": WEIGHT, "max_steps": 1, "max_grad_norm": 0, **train}
     settings.setdefault("data_parallel_mode", "none")
     path = str(folder / name)
@@ -121,9 +128,6 @@ def first_step(job):
 def folder(tmp_path_factory):
     folder = tmp_path_factory.mktemp("predicting")
     write_rows(folder / "packed")
-    for name in PREDICTING:
-        Predicting(name).save(folder / name)
-    Predicting("deepseek_v3", depths=2).save(folder / "two depths")
     return folder
 
 
@@ -147,8 +151,7 @@ def test_losses_and_every_gradient_are_those_of_the_formula_in_transformers_modu
     jobs = {name: job(folder, name) for name in names}
     [found] = on_ranks(1, each, first_step, jobs)
     for name, (loss, mtp_loss, _, gradients) in found.items():
-        theirs = Predicting("deepseek_v3", 2) if name == "two depths" else Predicting(name)
-        main, further, wanted = expected(theirs, folder / "packed", WEIGHT)
+        main, further, wanted = wanted_of(name, folder / "packed")
         assert loss == pytest.approx(main, rel=1e-5), name
         assert mtp_loss == pytest.approx(further, rel=1e-5), name
         assert gradients.keys() >= learned(wanted), name
@@ -158,10 +161,9 @@ def test_losses_and_every_gradient_are_those_of_the_formula_in_transformers_modu
 
 
 @pytest.mark.dist
-@one_day_in(3, of=1)
+@one_day_in(3, of=2)
 def test_every_depth_weighs_its_labels_as_the_formula_does(tmp_path):
     write_rows(tmp_path / "packed", is_weighted=True)
-    Predicting("deepseek_v3", depths=2).save(tmp_path / "two depths")
     layouts = {"alone": {"data_parallel_mode": "none"}}
     assert_alike(tmp_path, 1, {"two depths": layouts})
     layouts = {name: MORE["two depths"][name] for name in ("zero 2", "tp 2", "ep 2")}
@@ -206,8 +208,7 @@ def assert_alike(folder, world, layouts):
     found = on_ranks(world, each, first_step, jobs)[0]
     for layout, (loss, mtp_loss, norm, gradients) in found.items():
         name = of[layout]
-        theirs = Predicting("deepseek_v3", 2) if name == "two depths" else Predicting(name)
-        main, further, wanted = expected(theirs, folder / "packed", WEIGHT)
+        main, further, wanted = wanted_of(name, folder / "packed")
         assert loss == pytest.approx(main, rel=1e-5), layout
         assert mtp_loss == pytest.approx(further, rel=1e-5), layout
         whole = torch.stack([gradient.norm() for gradient in wanted.values()]).norm()
@@ -217,7 +218,7 @@ def assert_alike(folder, world, layouts):
             assert (got - wanted[tensor]).norm() <= 2e-5 * length, f"{layout}: {tensor}"
 
 
-@one_day_in(2, of=1)
+@one_day_in(3, of=0)
 def test_two_ranks_compute_what_transformers_modules_do(folder):
     fsdp2 = {"data_parallel_shard_size": 2}
     layouts = {
@@ -315,7 +316,7 @@ TWICE = {"max_steps": 2, "num_train_epochs": 2, "lr": 0.01}
 EXPORTED = {"deepseek_v3": "num_nextn_predict_layers", "qwen3_next": "num_nextn_predict_layers"}
 
 
-@one_day_in(3, of=0)
+@one_day_in(3, of=1)
 def test_a_resumed_run_ends_with_the_same_bits(folder, trained_twice):
     jobs, _ = trained_twice
     again = {}

@@ -149,7 +149,7 @@ def server(tmp_path_factory):
     server.stop()
 
 
-@one_day_in(2, of=1)
+@one_day_in(3, of=0)
 @pytest.mark.dist
 def test_a_server_of_two_ranks_listens_on_loopback_and_survives_every_payload(server, tmp_path):
     ran = tmp_path / "payload-ran"
@@ -164,7 +164,7 @@ def test_a_server_of_two_ranks_listens_on_loopback_and_survives_every_payload(se
     assert httpx.get(f"{server.url}/health", timeout=30).json()["workers"] == "ready"
 
 
-@one_day_in(2, of=1)
+@one_day_in(3, of=0)
 def test_a_server_that_is_stopped_has_the_same_weights_after_its_next_start(server):
     def outputs():
         told = done(server, "forward", {"model_id": "m", "forward_input": data(1)})
@@ -200,7 +200,7 @@ def said_by(server, path, body):
     return answer.status_code, answer.text
 
 
-@one_day_in(2, of=1)
+@one_day_in(3, of=0)
 @pytest.mark.dist
 def test_weights_arrive_at_a_server_with_a_key_that_is_found_nowhere(server, tmp_path):
     with receiving(tmp_path) as receiver:
