@@ -135,6 +135,19 @@ def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES)
         write_page(name, "tests/bench/bench_train.py --device cuda", lines)
 
 
+def settings_of(case: Case) -> dict[str, Any]:
+    """Its settings of training."""
+    return {
+        "enable_mixed_precision": True,
+        "global_batch_size": None,
+        "max_steps": 1000,
+        "num_train_epochs": 1000,
+        "optimizer": "adamw",
+        "lr": 1e-5,
+        **case.train,
+    }
+
+
 def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
     """The case's training loop before its first step; rows and config are written to `folder`."""
     if ranks.is_main_process:
@@ -147,15 +160,7 @@ def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
         )
         runs.write_config(folder / "model", **case.hf_config)
     ranks.barrier()
-    settings = {
-        "enable_mixed_precision": True,
-        "global_batch_size": None,
-        "max_steps": 1000,
-        "num_train_epochs": 1000,
-        "optimizer": "adamw",
-        "lr": 1e-5,
-        **case.train,
-    }
+    settings = settings_of(case)
     run = runs.run_config(
         folder / "out", folder / "model", lora=case.lora, model=case.model, **settings
     )
