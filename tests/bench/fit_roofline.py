@@ -52,10 +52,10 @@ class Measured:
 
 
 STEPS: Mapping[str, Measured] = {
-    "adapters": Measured("d adapters", "adapters, ours, nothing recomputed"),
-    "weights": Measured("d weights", "weights, ours, nothing recomputed"),
-    "Qwen3-30B-A3B": Measured("e experts", "Qwen3-30B-A3B, nothing recomputed"),
-    "gpt-oss-20B": Measured("e experts", "gpt-oss-20B, nothing recomputed"),
+    "adapters": Measured("adapters", "adapters, ours, nothing recomputed"),
+    "weights": Measured("weights", "weights, ours, nothing recomputed"),
+    "Qwen3-30B-A3B": Measured("experts", "Qwen3-30B-A3B, nothing recomputed"),
+    "gpt-oss-20B": Measured("experts", "gpt-oss-20B, nothing recomputed"),
 }
 
 MOST_OFF = 0.02
@@ -78,7 +78,7 @@ class Free:
 
 
 FREE = (
-    # A layer of 16,384 x 4,096 x 14,336 in bf16, forward and backward (`g fp8`): 728 TFLOP/s.
+    # A layer of 16,384 x 4,096 x 14,336 in bf16, forward and backward (`fp8`): 728 TFLOP/s.
     Free("flops", ("products", "head"), 0.736, 0.05),
     # No row of gpu.json: what flash attention 2 is known for on an H100, less for short documents.
     Free("flops", ("attention forward", "attention backward"), 0.25, 0.3),
@@ -250,9 +250,9 @@ def main() -> None:
     parser.add_argument("--count", nargs="*", choices=[*STEPS], metavar="CASE")
     asked = parser.parse_args()
     if asked.count is not None:
-        from tests.bench.gpu.results import commit
+        from tests.bench.gpu.results import Origin
 
-        count(asked.count or [*STEPS], commit())
+        count(asked.count or [*STEPS], Origin.now().commit)
     counts, seconds = read_counts(), read_seconds()
     shares = fit(counts, seconds) if asked.fit else ACHIEVED
     print(report(counts, seconds, shares))

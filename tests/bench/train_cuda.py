@@ -153,7 +153,7 @@ def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
     if ranks.is_main_process:
         write_rows(
             folder / "packed",
-            num_rows=4 * ranks.world_size,
+            num_rows=max(4, case.train.get("gradient_accumulation_steps", 1)) * ranks.world_size,
             row=case.row,
             document=case.document,
             vocabulary=runs.VOCAB,

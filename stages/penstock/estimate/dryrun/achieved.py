@@ -44,27 +44,27 @@ class Achieved:
     """Rows of gpu.json; for shares that no row tells apart, what the fit starts from."""
 
 
-_STEPS = "fitted to `d adapters`, `d weights` and `e experts`"
+_STEPS = "fitted to `adapters`, `weights` and `experts`"
 _BYTES = 0.635
 """Share of bandwidth of all but the optimizer, fitted to the steps; from 0.6, AdamW's."""
 
 ACHIEVED: Mapping[OperatorClass, Achieved] = {
     "products": Achieved(
-        0.712, _BYTES, f"{_STEPS}; from 0.736, the bf16 layer that `g fp8` compares with"
+        0.712, _BYTES, f"{_STEPS}; from 0.736, the bf16 layer that `fp8` compares with"
     ),
-    "head": Achieved(0.712, _BYTES, "as products: `f loss` ran out of time"),
+    "head": Achieved(0.712, _BYTES, "as products: `loss` ran out of time"),
     "float8 products": Achieved(
         0.608, _BYTES, "gpu.md: three products by blocks in 4.8 ms; no step in float8"
     ),
-    "grouped products": Achieved(0.334, _BYTES, f"{_STEPS}; `f group_gemm` was not measured"),
+    "grouped products": Achieved(0.334, _BYTES, f"{_STEPS}; `group_gemm` was not measured"),
     "attention forward": Achieved(
-        0.192, _BYTES, f"{_STEPS}, documents of 800 tokens; `f attention` was not measured"
+        0.192, _BYTES, f"{_STEPS}, documents of 800 tokens; `attention alone` was not measured"
     ),
     "attention backward": Achieved(0.192, _BYTES, "as forward: steps do not tell them apart"),
-    "elementwise": Achieved(1.0, _BYTES, f"{_STEPS}; `f elementwise` was not measured"),
-    "loss": Achieved(1.0, _BYTES, "as elementwise: `f loss` ran out of time"),
+    "elementwise": Achieved(1.0, _BYTES, f"{_STEPS}; `elementwise` was not measured"),
+    "loss": Achieved(1.0, _BYTES, "as elementwise: `loss` ran out of time"),
     "optimizer": Achieved(
-        1.0, 0.591, "gpu.md: AdamW of 8.2 billion parameters in 40 ms, 0.66 of `a environment`"
+        1.0, 0.591, "gpu.md: AdamW of 8.2 billion parameters in 40 ms, 0.66 of `environment`"
     ),
 }
 
