@@ -35,6 +35,9 @@ def test_layouts_are_compared_and_the_step_is_traced(tmp_path):
     collective = one["ranks"][0]["collectives"][0]
     assert {"name", "group_size", "dtype", "phase", "where", "times"} < {*collective}
     assert sum(one["ranks"][0]["holders"].values()) == one["memory"] > 0
+    seconds = one["ranks"][0]["seconds_by_class"]
+    assert {"products", "head", "loss", "attention forward", "optimizer"} < {*seconds}
+    assert sum(seconds.values()) == pytest.approx(one["ranks"][0]["compute_seconds"], rel=0.1)
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward"}
 
