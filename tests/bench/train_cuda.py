@@ -135,19 +135,9 @@ def measure_all(ranks: ProcessInfo, folder: Path, cases: Sequence[Case] = CASES)
         write_page(name, "tests/bench/bench_train.py --device cuda", lines)
 
 
-def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
-    """The case's training loop before its first step; rows and config are written to `folder`."""
-    if ranks.is_main_process:
-        write_rows(
-            folder / "packed",
-            num_rows=4 * ranks.world_size,
-            row=case.row,
-            document=case.document,
-            vocabulary=runs.VOCAB,
-        )
-        runs.write_config(folder / "model", **case.hf_config)
-    ranks.barrier()
-    settings = {
+def settings_of(case: Case) -> dict[str, Any]:
+    """Its settings of training."""
+    return {
         "enable_mixed_precision": True,
         "global_batch_size": None,
         "max_steps": 1000,
@@ -156,6 +146,21 @@ def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
         "lr": 1e-5,
         **case.train,
     }
+
+
+def build_trainer(case: Case, folder: Path, ranks: ProcessInfo) -> Trainer:
+    """The case's training loop before its first step; rows and config are written to `folder`."""
+    if ranks.is_main_process:
+        write_rows(
+            folder / "packed",
+            num_rows=max(4, case.train.get("gradient_accumulation_steps", 1)) * ranks.world_size,
+            row=case.row,
+            document=case.document,
+            vocabulary=runs.VOCAB,
+        )
+        runs.write_config(folder / "model", **case.hf_config)
+    ranks.barrier()
+    settings = settings_of(case)
     run = runs.run_config(
         folder / "out", folder / "model", lora=case.lora, model=case.model, **settings
     )

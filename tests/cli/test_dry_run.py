@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from penstock.cli.plan import dry_run
 from tests.cli.command import penstock
 from tests.conftest import ROOT
 from tests.turns import one_day_in
@@ -34,8 +35,25 @@ def test_layouts_are_compared_and_the_step_is_traced(tmp_path):
     collective = one["ranks"][0]["collectives"][0]
     assert {"name", "group_size", "dtype", "phase", "where", "times"} < {*collective}
     assert sum(one["ranks"][0]["holders"].values()) == one["memory"] > 0
+    seconds = one["ranks"][0]["seconds_by_class"]
+    assert {"products", "head", "loss", "attention forward", "optimizer"} < {*seconds}
+    assert sum(seconds.values()) == pytest.approx(one["ranks"][0]["compute_seconds"], rel=0.1)
     events = json.loads(trace.read_text())["traceEvents"]
     assert {event["cat"] for event in events if event["ph"] == "X"} >= {"forward", "backward"}
+
+
+@pytest.mark.parametrize(
+    "machines", [("--world", "16"), ("--launch.nnodes=2", "--launch.nproc_per_node=8")]
+)
+def test_several_machines_need_no_place_to_meet(machines, monkeypatch):
+    def take_no_step(layouts, *_):
+        [(_, run)] = layouts
+        return {"machines": run.launch.nnodes}
+
+    monkeypatch.setattr(dry_run, "print_dry_run", take_no_step)
+    code, found = plan("--dry-run", *machines, *FSDP, "--train.global_batch_size=64")
+    assert code == 0, found
+    assert found["machines"] == 2
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 """Generation on fake GPUs: a prefill, and decode steps of its sequences."""
 
+import sys
+from dataclasses import replace
 from unittest.mock import patch
 
+import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
-from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.generation.batching import ForwardBatch
 from penstock.engine.generation.run import GenerationRun
 from penstock.engine.generation.sampling import SamplingParams
@@ -15,6 +17,7 @@ from penstock.estimate.dryrun.rank import BuiltRank
 
 def generate(rank: BuiltRank) -> None:
     """Generate with every rank's own prompts, and others' as if their replicas ran beside it."""
+    check_capacity(rank)
     # Fake tensors have no values: what would be read of them is what a real run reads.
     sampled: list[DecodingSequence] = []
     forward = GenerationRun._forward
@@ -43,10 +46,23 @@ def generate(rank: BuiltRank) -> None:
     with (
         patch.object(GenerationRun, "_forward", remember_sampled),
         patch.object(GenerationRun, "_append_tokens", append_tokens),
-        patch.object(ProcessInfo, "max_over_ranks", lambda _, *values: list(values)),
         patch.object(FakeTensor, "tolist", lambda self: torch.zeros(self.shape).tolist()),
     ):
         outputs = rank.built.generator.generate(prompts)
     assert [len(output.completions) for output in outputs] == [2] * 4
     # Prompts, and then three times a token of each sequence.
     assert passes[1:] == [len(local)] * 3, passes
+
+
+def check_capacity(rank: BuiltRank) -> None:
+    """The KV cache has half of the memory that weights leave."""
+    generator = replace(rank.built.generator, kv_cache_tokens=sys.maxsize)
+    free = rank.mode.roofline.device.memory - rank.mode.memory.now
+    assert 0 < rank.mode.memory.now < 0.5 * free
+    per_token = sum(generator.kv_cache_bytes_per_token.values())
+    assert not generator.state_bytes
+    page = generator.page_size
+    longest = int(free / per_token)
+    lengths = [page] * (longest // page)
+    capacity = generator._allocate(lengths, keeps=False).max_length + page
+    assert capacity == pytest.approx(free / 2 / per_token, rel=0.001)

@@ -57,7 +57,7 @@ def main() -> None:
     fake_cuda.install("h100", DEVICES["h100"], trace)
     init_fake_process_group(0, 8, 8)
     found: dict[str, dict[str, object]] = {}
-    with DryRunMode(trace, Roofline(DEVICES["h100"], 8, 100.0)):
+    with DryRunMode(trace, Roofline(DEVICES["h100"], 8, [200])):
         for name, plant in PLANTED.items():
             trace.clear()
             trace.faults.clear()

@@ -5,7 +5,6 @@ from typing import Any, cast
 
 import numpy as np
 
-from penstock.engine.distributed.ranks import ProcessInfo
 from penstock.engine.losses.client_loss import PolicyForwardBackward
 from penstock.engine.moe.routers import Routers
 from penstock.engine.multi_lora.model_pool import ModelPool
@@ -23,8 +22,6 @@ from penstock.server.worker.handlers import CommandHandlers
 def server_step(rank: BuiltRank, hf_config: Mapping[str, Any]) -> None:
     """Log-probs, two passes forward and backward, and a step, of one of two clients' adapters; or
     of all weights."""
-    # Other ranks answer nothing: what a collective leaves is no number.
-    ProcessInfo.any_rank = _this_rank
     handlers = command_handlers(rank, hf_config)
     lora = LoraConfig(rank=4) if rank.run.lora.enable_lora else None
     for model in ("a", "b") if lora else ("a",):
@@ -42,11 +39,6 @@ def server_step(rank: BuiltRank, hf_config: Mapping[str, Any]) -> None:
         OptimStep(model="a", adam=AdamParams(grad_clip_norm=1.0)),
     ):
         handlers.do(command)
-
-
-def _this_rank(self: ProcessInfo, flag: bool) -> bool:
-    del self
-    return flag
 
 
 def command_handlers(rank: BuiltRank, hf_config: Mapping[str, Any]) -> CommandHandlers:

@@ -17,6 +17,12 @@ def write_rows(
 
     `document` is the middling length; None: one document fills a row.
     """
+    drawn = draw_lengths(num_rows=num_rows, row=row, document=document)
+    _write(folder, drawn, vocabulary)
+
+
+def draw_lengths(*, num_rows: int, row: int, document: int | None) -> list[list[int]]:
+    """Lengths of the documents of each of these rows."""
     rng = np.random.default_rng(0)
     lengths_of_rows: list[list[int]] = []
     for _ in range(num_rows):
@@ -25,7 +31,7 @@ def write_rows(
             drawn = rng.lognormal(np.log(document), 0.8) if document else row
             lengths.append(min(room, max(2, int(drawn))))
         lengths_of_rows.append(lengths)
-    _write(folder, lengths_of_rows, vocabulary)
+    return lengths_of_rows
 
 
 def write_documents(

@@ -1,10 +1,12 @@
 """The first hour on a GPU: `make gpu`, or `python -m tests.bench.gpu [PART ...]`.
 
-Runs the parts in order of worth (`parts.py`), each within nine minutes, every step in a process of
+Runs the parts in order of worth (`parts.py`), each within three minutes, every step in a process of
 its own that is killed when its time is over. Each step ends with one line of verdict; results are
 kept in `gpu.json` after each, and steps that are there already are not run again, so that a
-run that was cut off goes on where it was. With `--dry` all of it runs on a CPU at sizes that
-say nothing of speed, into a folder that is thrown away unless `--out` names one.
+run that was cut off goes on where it was. A step that dies or runs out of time keeps the figures
+that it recorded, beside those of an earlier run that it did not come to. With `--dry` all of it
+runs on a CPU at sizes that say nothing of speed, into a folder that is thrown away unless `--out`
+names one.
 """
 
 import argparse
@@ -25,9 +27,9 @@ from tests.bench.figures import FILE, FOLDER
 from tests.bench.gpu.parts import PARTS, Part, Step
 from tests.bench.gpu.results import (
     KEPT_LINES,
+    Origin,
     Results,
     StepResult,
-    commit,
     describe_machine,
     judge,
 )
@@ -105,8 +107,8 @@ def read_figures(file: Path) -> list[dict[str, Any]]:
 def steps_without_result(part: Part, results: Results) -> Iterator[Step]:
     """Those to run; the others' verdicts are printed."""
     for step in part.steps:
-        earlier = results.steps.get(f"{part.letter} {step.name}")
-        if earlier and earlier.is_done:
+        earlier = results.steps.get(step.name)
+        if earlier and earlier.is_done(step.seconds):
             print(f"  {step.name}: {earlier.verdict} (before)", flush=True)
         else:
             yield step
@@ -144,8 +146,7 @@ def run_part(part: Part, results: Results, until: float, *, dry: bool, again: bo
         is_cut = status is None and seconds < step.seconds - 1
         verdict = "cut off" if is_cut else judge(status, figures, output)
         command = " ".join(step.arguments(dry=dry)[1:])
-        name = f"{part.letter} {step.name}"
-        results.add(name, StepResult(verdict, seconds, commit(), command, figures, output))
+        results.add(step.name, StepResult(verdict, seconds, command, Origin.now(), figures, output))
         print(f"  {step.name}: {verdict} ({seconds:.0f} s)", flush=True)
 
 

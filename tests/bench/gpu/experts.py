@@ -110,8 +110,10 @@ def measure(case: Case, ranks: ProcessInfo) -> Figures | None:
 
 def main() -> None:
     parser = argparse.ArgumentParser()
+    parser.add_argument("--accumulate", type=int, default=1, help="micro-batches of a step")
     parser.add_argument("--dry", action="store_true")
-    dry = parser.parse_args().dry
+    asked = parser.parse_args()
+    accumulate, dry = asked.accumulate, asked.dry
     print(machine())
     ranks = init_process_group(600)
     device = torch.cuda.get_device_name() if CUDA else "CPU"
@@ -119,6 +121,10 @@ def main() -> None:
     for name, case in CASES.items():
         if dry:
             case = replace(case, shape={**case.shape, **DRY[name]}, row=64, document=20)
+        if accumulate > 1:
+            name = f"{name}, {accumulate} micro-batches"
+            train = {**case.train, "gradient_accumulation_steps": accumulate}
+            case = replace(case, name=name, train=train)
         found = measure(case, ranks)
         if found is None:
             continue

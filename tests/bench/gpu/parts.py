@@ -3,7 +3,7 @@
 import sys
 from dataclasses import dataclass
 
-PART_SECONDS = 9 * 60
+PART_SECONDS = 3 * 60
 """The longest that a part may take."""
 
 
@@ -33,7 +33,7 @@ class Step:
 
 @dataclass(frozen=True)
 class Part:
-    """Some nine minutes at most."""
+    """Three minutes at most."""
 
     letter: str
     title: str
@@ -49,74 +49,104 @@ def _gpu(name: str, seconds: int, *arguments: str) -> Step:
     return _bench(title, seconds, *arguments, module=f"gpu.{name}")
 
 
+def _tests(name: str, seconds: int, paths: str, *, dry: str, marks: str = "") -> Step:
+    """Tests of these paths; without a GPU those of one file."""
+    of = ("-m", marks) if marks else ()
+    return Step(
+        name,
+        ("-m", "pytest", *paths.split(), "-q", *of, "-n", "8", "--maxfail", "40"),
+        seconds,
+        ("-m", "pytest", dry, "-q", "-n", "0"),
+    )
+
+
 def _kernels(name: str, seconds: int, *arguments: str) -> Step:
     title = " ".join((name, *(one.lstrip("-") for one in arguments)))
     return _bench(title, seconds, *arguments, module=f"kernels.bench_{name}")
 
 
 PARTS = (
-    Part("a", "Environment and NCCL", (_gpu("environment", 60), _gpu("nccl", 120))),
     Part(
-        "b",
-        "Kernels against their references, compiled",
-        (
-            Step(
-                "kernel tests",
-                ("-m", "pytest", "tests/kernels", "-q", "-n", "8", "--maxfail", "40"),
-                420,
-                ("-m", "pytest", "tests/kernels/test_philox.py", "-q", "-n", "0"),
-            ),
-            Step(
-                "gpu tests",
-                ("-m", "pytest", "tests", "-q", "-m", "gpu", "-n", "4"),
-                110,
-                ("-m", "pytest", "tests/kernels/attention/test_flex.py", "-q", "-n", "0"),
-            ),
-        ),
+        "a",
+        "Where a step's time goes",
+        (_gpu("profile", 90, "--case", "adapters"), _gpu("profile", 90, "--case", "weights")),
     ),
-    Part("c", "A step of every family, GPU against CPU", (_gpu("parity", 420),)),
-    Part(
-        "d",
-        "Qwen3-8B beside transformers with Liger-Kernel",
-        (
-            _bench("adapters", 260, "--case", "adapters", module="bench_gpu"),
-            _bench("weights", 260, "--case", "weights", module="bench_gpu"),
-        ),
-    ),
+    Part("b", "Attention over packed documents", (_kernels("attention", 120, "--alone"),)),
+    Part("c", "Grouped products", (_kernels("group_gemm", 150),)),
+    Part("d", "Generation", (_gpu("generation", 180),)),
     Part(
         "e",
-        "Where a step's time goes; models with experts",
-        (
-            _gpu("profile", 150, "--case", "adapters"),
-            _gpu("profile", 150, "--case", "weights"),
-            _gpu("experts", 240),
-        ),
+        "Models with experts",
+        (_gpu("experts", 75), _gpu("experts", 105, "--accumulate", "8")),
     ),
-    Part(
-        "f",
-        "Kernels beside their peers",
-        (
-            _kernels("elementwise", 90),
-            _kernels("loss", 90),
-            _kernels("attention", 90, "--alone"),
-            _kernels("group_gemm", 120),
-            _kernels("optimizers", 60),
-            _kernels("loss", 90, "--tokens", "32768"),
-        ),
-    ),
+    Part("f", "Optimizers and the loss", (_kernels("optimizers", 60), _kernels("loss", 120))),
     Part(
         "g",
-        "Quantized and fp8 matrices, rows of experts; memory of QLoRA",
+        "Qwen3-8B beside transformers with Liger-Kernel",
         (
-            _kernels("quant", 120),
-            _kernels("fp8", 120),
-            _kernels("moves", 60),
-            _gpu("qlora", 240),
+            _bench("adapters", 90, "--case", "adapters", module="bench_gpu"),
+            _bench("weights", 90, "--case", "weights", module="bench_gpu"),
         ),
     ),
     Part(
         "h",
-        "Generation, reinforcement learning through the server, checkpoints",
-        (_gpu("generation", 150), _gpu("server", 180), _gpu("checkpoints", 200)),
+        "Environment, NCCL, norms and gates",
+        (_gpu("environment", 30), _gpu("nccl", 60), _kernels("elementwise", 90)),
+    ),
+    Part("i", "Float8 and quantized matrices", (_kernels("fp8", 60), _kernels("quant", 120))),
+    Part(
+        "j",
+        "The loss of more tokens, rows of experts",
+        (_kernels("loss", 120, "--tokens", "32768"), _kernels("moves", 60)),
+    ),
+    Part("k", "Memory of QLoRA", (_gpu("qlora", 180),)),
+    Part("l", "Reinforcement learning through the server", (_gpu("server", 180),)),
+    Part("m", "Checkpoints", (_gpu("checkpoints", 180),)),
+    Part("n", "A step of every family, GPU against CPU", (_gpu("parity", 180),)),
+    Part(
+        "o",
+        "Kernels of attention against their references, compiled",
+        (
+            _tests(
+                "attention tests",
+                180,
+                "tests/kernels/attention tests/kernels/linear_attention",
+                dry="tests/kernels/test_op.py",
+            ),
+        ),
+    ),
+    Part(
+        "p",
+        "Kernels of products against their references, compiled",
+        (
+            _tests(
+                "product tests",
+                180,
+                "tests/kernels/moe tests/kernels/quant",
+                dry="tests/kernels/test_philox.py",
+            ),
+        ),
+    ),
+    Part(
+        "q",
+        "Other kernels against their references, compiled",
+        (
+            _tests(
+                "kernel tests",
+                180,
+                "tests/kernels --ignore=tests/kernels/attention --ignore=tests/kernels/moe "
+                "--ignore=tests/kernels/quant --ignore=tests/kernels/linear_attention",
+                dry="tests/kernels/test_tuning.py",
+            ),
+        ),
+    ),
+    Part(
+        "r",
+        "Tests that run on a GPU alone",
+        (
+            _tests(
+                "gpu tests", 180, "tests", dry="tests/kernels/attention/test_flex.py", marks="gpu"
+            ),
+        ),
     ),
 )

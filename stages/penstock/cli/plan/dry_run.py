@@ -36,6 +36,8 @@ from penstock.pipeline.plan import plan
 DEFAULT_DEVICE = "H100"
 """Device of a dry run on a machine without a GPU."""
 
+NO_ENDPOINT = Override("launch.rdzv_endpoint", "localhost:29500")
+
 MAX_ROWS = 12
 """Rows of a table; --json has all."""
 
@@ -59,6 +61,8 @@ def dry_run_config(request: Request, options: PlanOptions, console: Console) -> 
             Override("launch.nnodes", str(options.world // local)),
         ]
         request = replace(request, overrides=(*request.overrides, *added))
+    # Several machines meet nowhere here, and a config may leave open where they would.
+    request = replace(request, overrides=(NO_ENDPOINT, *request.overrides))
     run = _with_row_length(request.load())
     if options.devices:
         if options.compare or options.world:

@@ -60,6 +60,7 @@ class DryRunMode(TorchDispatchMode):
         self.memory = MemoryTracker(self._describe)
         record_triton_launches(trace, roofline, lambda: self.is_paused)
         record_flex_attention(self._attend)
+        self._show_free_memory()
         self._follow_resizes()
         self._ignore_sharding_propagation()
         FakeTensor.tolist = lambda tensor: self._tolist(tensor)  # pyright: ignore[reportAttributeAccessIssue]
@@ -68,6 +69,10 @@ class DryRunMode(TorchDispatchMode):
         """One sync; element by element it would be one for each."""
         self._sync("tolist")
         return torch.ones(tensor.shape, dtype=tensor.dtype).tolist()
+
+    def _show_free_memory(self) -> None:
+        total = int(self.roofline.device.memory)
+        torch.cuda.mem_get_info = lambda device=None: (total - self.memory.now, total)
 
     def _follow_resizes(self) -> None:
         # FSDP2 frees and restores gathered weights by the storage, which no operator sees.
@@ -221,7 +226,7 @@ class DryRunMode(TorchDispatchMode):
 
     def _copy(self, name: str, tensor: torch.Tensor, *, is_async: bool) -> None:
         seconds = self.roofline.host_copy(_nbytes(tensor))
-        self.trace.launch(current_stream().number, name, seconds, "copy")
+        self.trace.copy(current_stream().number, name, seconds)
         if not is_async:
             self._sync(f"blocking {name}")
 
@@ -236,12 +241,12 @@ class DryRunMode(TorchDispatchMode):
     # Records.
 
     def _launch(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
-        seconds = self.roofline.kernel(func, args, kwargs, out)
-        self.trace.launch(current_stream().number, _short_name(func), seconds, "kernel")
+        work = self.roofline.kernel(func, args, kwargs, out)
+        self.trace.launch(current_stream().number, _short_name(func), work, "kernel")
 
     def _attend(self, name: str, tensors: Sequence[torch.Tensor]) -> None:
-        seconds = self.roofline.attention(name, tensors)
-        self.trace.launch(current_stream().number, name, seconds, "kernel")
+        work = self.roofline.attention(name, tensors)
+        self.trace.launch(current_stream().number, name, work, "kernel")
 
     def _sync(self, reason: str) -> None:
         self.trace.sync(reason, current_stream().number)

@@ -189,7 +189,6 @@ def install(name: str, device: Device, trace: Trace, *, local_ranks: int = 8) ->
         "get_device_capability": _constant(capability),
         "get_device_name": _constant(name),
         "get_device_properties": _constant(properties),
-        "mem_get_info": _constant((memory, memory)),
         "is_bf16_supported": _constant(capability >= (8, 0)),
         # Kernels are not measured during capture.
         "is_current_stream_capturing": _constant(True),

@@ -40,6 +40,8 @@ class DryRunJob(_JsonFile):
     """Micro-batches of a step on this rank."""
     output: str
     """Where the result is written."""
+    documents: Sequence[int] = ()
+    """Lengths of documents that attention is computed of; empty: drawn."""
 
     @classmethod
     def build(

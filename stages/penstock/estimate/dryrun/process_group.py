@@ -9,6 +9,15 @@ import torch.distributed as dist
 from penstock.engine.distributed.ranks import ProcessInfo
 
 
+class FakeProcessInfo(ProcessInfo):
+    """A rank whose numbers equal those of all others."""
+
+    def max_over_ranks(self, *values: int) -> list[int]:
+        """`values`: what the collective leaves on the device cannot be read."""
+        super().max_over_ranks(*values)
+        return [int(value) for value in values]
+
+
 def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> ProcessInfo:
     """Join PyTorch's `fake` backend as this rank. Other ranks' objects equal this one's."""
     # Registers the backend `fake`.
@@ -21,7 +30,7 @@ def init_fake_process_group(rank: int, world_size: int, local_ranks: int) -> Pro
     dist.gather_object = _gather_object
     dist.broadcast_object_list = _keep
     dist.scatter_object_list = _scatter_object_list
-    return ProcessInfo(rank, rank % local_ranks, world_size, torch.device("cuda", 0))
+    return FakeProcessInfo(rank, rank % local_ranks, world_size, torch.device("cuda", 0))
 
 
 def _all_gather_object(object_list: list[Any], obj: Any, group: Any = None) -> None:

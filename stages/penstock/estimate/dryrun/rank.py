@@ -21,7 +21,7 @@ from penstock.estimate.dryrun.job import DryRunJob, RankResult
 from penstock.estimate.dryrun.memory import Peak
 from penstock.estimate.dryrun.process_group import init_fake_process_group
 from penstock.estimate.dryrun.roofline import Roofline
-from penstock.estimate.dryrun.rows import mean_pairs_per_token, reference_log_probs, synthetic_step
+from penstock.estimate.dryrun.rows import document_lengths, reference_log_probs, synthetic_step
 from penstock.estimate.dryrun.trace import Trace
 
 LARGEST = 12
@@ -50,7 +50,8 @@ def build_rank(job: DryRunJob, trace: Trace) -> Iterator[BuiltRank]:
     assert device, job.device
     run = job.run()
     ranks = init_fake_process_group(job.rank, job.world_size, job.local_ranks)
-    roofline = Roofline(device, job.local_ranks, mean_pairs_per_token(job.row_length))
+    documents = job.documents or document_lengths(job.row_length)
+    roofline = Roofline(device, job.local_ranks, documents)
     notes: list[str] = []
     with DryRunMode(trace, roofline) as mode:
         built = assemble(run, dict(job.hf_config), None, ranks, notes.append, load=_load_nothing)

@@ -1,4 +1,4 @@
-"""Time of a kernel or collective on a named machine: the larger of compute and memory traffic."""
+"""What a kernel or collective has to do on a named machine."""
 
 import math
 from collections.abc import Mapping, Sequence
@@ -11,31 +11,15 @@ from torch.utils.flop_counter import flop_registry
 
 from penstock.core.machine.device_specs import Device
 from penstock.estimate.costs.device_speed import NETWORK_BANDWIDTH
-
-ACHIEVED_FLOPS = 0.65
-"""Share of a data sheet's FLOP/s that large matmuls reach."""
-
-ACHIEVED_GROUPED_FLOPS = 0.3
-"""The same for grouped GEMMs of experts, fitted to measured steps of Qwen3-30B-A3B and gpt-oss-20B
-on an H200 (docs/benchmarks/dry.md)."""
-
-ACHIEVED_BANDWIDTH = 0.8
-"""Share of a data sheet's memory bandwidth that elementwise kernels reach."""
-
-ACHIEVED_LINK = 0.75
-"""Share of link bandwidth that collectives of many megabytes reach."""
-
-KERNEL_SECONDS = 3e-6
-"""Least time of a kernel."""
-
-COLLECTIVE_LATENCY = 15e-6
-"""Time of a collective without data in one machine; twice that between machines."""
-
-
-HOST_COPY_BANDWIDTH = 25e9
-"""Bytes per second between pinned host memory and the device (PCIe 4 x16)."""
-
-_GROUPED_MATMULS = (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm)
+from penstock.estimate.dryrun.achieved import (
+    ACHIEVED_LINK,
+    COLLECTIVE_LATENCY,
+    HOST_COPY_BANDWIDTH,
+    KERNEL_SECONDS,
+    Work,
+)
+from penstock.estimate.dryrun.operators import operator_traffic, triton_traffic
+from penstock.estimate.dryrun.rows import mean_pairs_per_token
 
 # A ring all-reduce is a reduce-scatter and an all-gather: each byte travels twice.
 _RING_FACTOR = {"allreduce": 2.0, "reduce": 1.0, "broadcast": 1.0}
@@ -43,39 +27,36 @@ _RING_FACTOR = {"allreduce": 2.0, "reduce": 1.0, "broadcast": 1.0}
 
 @dataclass
 class Roofline:
-    """Durations on one kind of device, and the FLOPs so far."""
+    """Work and durations on one kind of device, and the FLOPs so far."""
 
     device: Device
     local_ranks: int
     """Ranks per machine."""
-    pairs_per_token: float
-    """Mean number of keys that a query attends to."""
+    documents: Sequence[int]
+    """Lengths of a row's documents, outside of which attention computes nothing."""
     flops: float = 0.0
 
-    def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> float:
-        """Seconds of an operator on the device."""
-        tensors = [x for x in tree_leaves((args, kwargs, out)) if isinstance(x, torch.Tensor)]
-        is_grouped = getattr(func, "_overloadpacket", None) in _GROUPED_MATMULS
-        achieved = ACHIEVED_GROUPED_FLOPS if is_grouped else ACHIEVED_FLOPS
-        return self.seconds(tensors, self._flops(func, args, kwargs, out), achieved)
+    def kernel(self, func: Any, args: Sequence[Any], kwargs: Mapping[str, Any], out: Any) -> Work:
+        """An operator on the device."""
+        num_bytes, tensors = operator_traffic(func, args, kwargs, out)
+        return self._work(tensors, num_bytes, self._flops(func, args, kwargs, out))
 
-    def attention(self, name: str, tensors: Sequence[torch.Tensor]) -> float:
-        """Seconds of an attention kernel, of whose tensors the query is the first."""
-        return self.seconds(tensors, self._attention_flops(name, tensors[0]))
+    def attention(self, name: str, tensors: Sequence[torch.Tensor]) -> Work:
+        """An attention kernel, of whose tensors the query is the first."""
+        num_bytes = sum(tensor.nbytes for tensor in tensors)
+        return self._work(tensors, num_bytes, self._attention_flops(name, tensors[0], None))
 
-    def seconds(
-        self, tensors: Sequence[torch.Tensor], flops: float, achieved: float = ACHIEVED_FLOPS
-    ) -> float:
-        """Seconds of a kernel that moves these tensors and computes so much, at this share of a
-        data sheet's FLOP/s."""
+    def triton(self, name: str, source: str, values: Mapping[str, Any], flops: float) -> Work:
+        """A Triton kernel with this source and these arguments."""
+        tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
+        return self._work(tensors, triton_traffic(name, source, values), flops)
+
+    def _work(self, tensors: Sequence[torch.Tensor], num_bytes: float, flops: float) -> Work:
+        """A kernel that moves so many bytes and computes so much with these tensors."""
         self.flops += flops
-        moved = self.moving(sum(map(_traffic, tensors)))
-        computed = flops / (self._peak(tensors) * achieved) if flops else 0.0
-        return max(KERNEL_SECONDS, moved, computed)
-
-    def moving(self, num_bytes: float) -> float:
-        """Seconds to read or write these bytes in device memory."""
-        return num_bytes / (self.device.bandwidth * ACHIEVED_BANDWIDTH)
+        return Work(
+            flops / self._peak(tensors) if flops else 0.0, num_bytes / self.device.bandwidth
+        )
 
     def host_copy(self, num_bytes: float) -> float:
         """Seconds of a copy between host and device."""
@@ -103,22 +84,23 @@ class Roofline:
         name = func._schema.name
         if "attn" in name or "attention" in name:
             query = next(x for x in tree_leaves(args) if isinstance(x, torch.Tensor))
-            return self._attention_flops(name, query)
-        if func is torch.ops.aten.addmm.dtype_out:
-            # Its formula knows no dtype of the result.
+            return self._attention_flops(name, query, _window(func, args, kwargs))
+        packet = func._overloadpacket
+        if func is torch.ops.aten.addmm.dtype_out or packet is torch.ops.aten.addmm_:
+            # The formula knows no dtype of the result, and is registered for `addmm` alone.
             _, left, right, *_ = args
             return 2.0 * left.shape[0] * left.shape[1] * right.shape[1]
-        if func._overloadpacket in _GROUPED_MATMULS:
+        if packet in (torch.ops.aten._grouped_mm, torch.ops.aten._scaled_grouped_mm):
             # [R, K] by [G, K, N], or [M, R] by [R, N] for each group's rows.
             return 2.0 * args[0].numel() * args[1].shape[-1]
-        formula = flop_registry.get(func._overloadpacket)
+        formula = flop_registry.get(packet)
         return float(formula(*args, **kwargs, out_val=out)) if formula else 0.0
 
-    def _attention_flops(self, name: str, query: torch.Tensor) -> float:
+    def _attention_flops(self, name: str, query: torch.Tensor, window: int | None) -> float:
         # Scores and weighted values: 2 matmuls of head_dim multiply-adds per pair.
         # Backward has 5 matmuls, with the scores computed again (Dao 2023, "FlashAttention-2").
         backward = 2.5 if "backward" in name else 1.0
-        return 4 * query.numel() * self.pairs_per_token * backward
+        return 4 * query.numel() * mean_pairs_per_token(self.documents, window) * backward
 
     def _peak(self, tensors: Sequence[torch.Tensor]) -> float:
         # Tensor cores work in the narrowest dtype of a kernel's operands.
@@ -127,9 +109,11 @@ class Roofline:
         return peak or self.device.fp32
 
 
-def _traffic(tensor: torch.Tensor) -> int:
-    """Bytes of a tensor that are moved; an expanded tensor is read once."""
-    moved = tensor.element_size()
-    for size, stride in zip(tensor.shape, tensor.stride(), strict=True):
-        moved *= size if stride else 1
-    return moved
+def _window(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> int | None:
+    """Keys before its own that a query attends to; None if there is no window."""
+    values = dict(zip((argument.name for argument in func._schema.arguments), args, strict=False))
+    values |= kwargs
+    left = values.get("window_size_left")
+    if left is None and values.get("window_size"):
+        left = values["window_size"][0]
+    return None if left is None or left < 0 else int(left)

@@ -1,6 +1,6 @@
 """Rows for a dry run: random tokens in documents of given lengths."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 import torch
@@ -39,10 +39,17 @@ def reference_log_probs(run: RunConfig, batch: MicroBatch) -> torch.Tensor | Non
     return torch.zeros(len(batch.branching.samples), PER_SAMPLE)
 
 
-def mean_pairs_per_token(row_length: int) -> float:
-    """Mean number of keys that a query attends to in these rows."""
-    lengths = np.array(list(_lengths(row_length, np.random.default_rng(0))), dtype=np.float64)
-    return float((lengths * (lengths + 1) / 2).sum() / lengths.sum())
+def document_lengths(row_length: int) -> list[int]:
+    """Lengths of the documents of such a row."""
+    return list(_lengths(row_length, np.random.default_rng(0)))
+
+
+def mean_pairs_per_token(documents: Sequence[int], window: int | None = None) -> float:
+    """Mean number of keys that a query attends to in documents of these lengths; `window`: at most
+    its own key and so many before it."""
+    lengths = np.array(documents, dtype=np.float64)
+    most = lengths if window is None else np.minimum(lengths, window + 1)
+    return float((most * (most + 1) / 2 + (lengths - most) * most).sum() / lengths.sum())
 
 
 def _row(run: RunConfig, number: int, rng: np.random.Generator) -> Row:

@@ -85,6 +85,15 @@ class RankSummary:
         layers = self.result.num_layers
         return count / layers / self.result.micro_batches if layers else None
 
+    @property
+    def seconds_by_class(self) -> dict[str, float]:
+        """Seconds of kernels by class of operators; those with most first."""
+        seconds: defaultdict[str, float] = defaultdict(float)
+        for record in self.records:
+            if isinstance(record, Launch) and record.operators:
+                seconds[record.operators] += record.seconds
+        return dict(sorted(seconds.items(), key=lambda item: -item[1]))
+
     def collectives(self) -> list[CollectiveUse]:
         """Collectives by kind, group, dtype and place; those with most bytes first."""
         times: Counter[UseKey] = Counter()
@@ -113,6 +122,7 @@ class RankSummary:
             "process_groups": list(result.groups),
             "seconds": self.timeline.seconds,
             "compute_seconds": self.timeline.compute_seconds,
+            "seconds_by_class": self.seconds_by_class,
             "exposed_seconds": self.timeline.exposed_seconds,
             "host_seconds": self.timeline.host_bound,
             "launches": self.launches,

@@ -13,6 +13,8 @@ from types import FrameType
 from typing import Any, Literal, get_args
 
 import penstock_kernels
+from penstock.estimate.dryrun.achieved import ACHIEVED, OperatorClass, Work
+from penstock.estimate.dryrun.operators import classify
 
 Phase = str
 """As the engine reports it to its heartbeat: forward, backward, update, ..."""
@@ -44,6 +46,12 @@ class Launch:
     phase: Phase
     call_site: str
     kind: Literal["kernel", "triton", "copy"] = "kernel"
+    operators: OperatorClass | None = None
+    """Class of a kernel; None for a copy."""
+    compute: float = 0.0
+    """Time of its FLOPs at a data sheet's rate."""
+    traffic: float = 0.0
+    """Time of its bytes at a data sheet's rate."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,12 +130,18 @@ class Trace:
         """Append a record."""
         self.records.append(record)
 
-    def launch(
-        self, stream: int, name: str, seconds: float, kind: Literal["kernel", "triton", "copy"]
-    ) -> None:
-        """Record a launch at the current place, which takes so many seconds on the device."""
+    def launch(self, stream: int, name: str, work: Work, kind: Literal["kernel", "triton"]) -> None:
+        """Record a kernel at the current place."""
+        call_site = place()
+        operators = classify(name, work.compute > 0, self.phase, call_site)
+        seconds = work.seconds(ACHIEVED[operators])
+        numbers = operators, work.compute, work.traffic
         host_seconds = HOST_SECONDS[kind]
-        self.add(Launch(stream, name, seconds, host_seconds, self.phase, place(), kind))
+        self.add(Launch(stream, name, seconds, host_seconds, self.phase, call_site, kind, *numbers))
+
+    def copy(self, stream: int, name: str, seconds: float) -> None:
+        """Record a copy between host and device at the current place."""
+        self.add(Launch(stream, name, seconds, HOST_SECONDS["copy"], self.phase, place(), "copy"))
 
     def fault(self, message: str) -> None:
         """Count a fault at the current place."""

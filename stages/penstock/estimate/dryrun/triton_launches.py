@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime import jit
 
 from penstock.estimate.dryrun.fake_cuda import current_stream
-from penstock.estimate.dryrun.roofline import ACHIEVED_FLOPS, ACHIEVED_GROUPED_FLOPS, Roofline
+from penstock.estimate.dryrun.roofline import Roofline
 from penstock.estimate.dryrun.trace import Trace
 
 # CUDA C++ Programming Guide, technical specifications by compute capability.
@@ -24,9 +24,6 @@ MATMULS: Mapping[str, Callable[[Mapping[str, Any]], float]] = {
 }
 """FLOPs of the kernels that multiply matrices, by what they are given."""
 
-GROUPED = ("_by_rows", "_of_groups")
-"""Grouped GEMM kernels."""
-
 
 def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable[[], bool]) -> None:
     """Replace `JITFunction.run` for the rest of this process."""
@@ -38,11 +35,9 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
         name = self.fn.__name__
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         _check(trace, name, values, grid)
-        tensors = [x for x in values.values() if isinstance(x, torch.Tensor)]
         flops = MATMULS[name](values) if name in MATMULS else 0.0
-        achieved = ACHIEVED_GROUPED_FLOPS if name in GROUPED else ACHIEVED_FLOPS
-        seconds = roofline.seconds(tensors, flops, achieved)
-        trace.launch(current_stream().number, name, seconds, "triton")
+        work = roofline.triton(name, self.src, values, flops)
+        trace.launch(current_stream().number, name, work, "triton")
 
     jit.JITFunction.run = run
 
