@@ -10,7 +10,7 @@ from penstock.models.decoder_config import DecoderConfig
 from penstock.models.layers.experts import ExpertOperations, Implementation, select_expert_ops
 from penstock_kernels.group_gemm import group_gemm
 
-NAMES: tuple[Implementation, ...] = ("eager", "native", "triton", "quack")
+NAMES: tuple[Implementation, ...] = ("eager", "triton", "native", "quack")
 
 
 def select_moe_backend(

@@ -18,9 +18,9 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock.engine.distributed.collectives import apply_collective
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.models.causal_lm import CausalLM
-from penstock.models.layers.experts import Experts
+from penstock.models.layers.experts import Experts, Routing
 from penstock.models.layers.moe import MoE
-from penstock_kernels.permute import sort_by_expert, unpermute
+from penstock_kernels.permute import sort_by_expert
 
 RegisterDispatcher = Callable[[MoE, dist.ProcessGroup, int], None]
 """Registers a token dispatcher on an MoE layer, given its group and total number of experts."""
@@ -112,14 +112,10 @@ class AllToAllDispatcher:
             recv_counts.flatten(), output_size=len(received_RD)
         )
         local_order = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
-        sorted_RD = operations.permute(received_RD, local_order)
-        del received_RD
         if indices_R is not None:
             indices_R = indices_R[local_order.copy_of_row]
-        y_RD = experts(sorted_RD, local_order.counts, indices_R)
-        del sorted_RD
-        outputs_RD = unpermute(y_RD, None, local_order)
-        del y_RD
+        outputs_RD = experts(received_RD, Routing(local_order, indices_R=indices_R))
+        del received_RD
         returned = apply_collective(outputs_RD, send_back, send)
         del outputs_RD
         return operations.unpermute(returned, weights_TK, order)
