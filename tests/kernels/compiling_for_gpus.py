@@ -223,6 +223,9 @@ def compile_route() -> None:
         types |= {"dlogits_ptr": "*fp32", "norm_eps": "fp32", "scale": "fp32"}
         constants = {**kind, "EXPERTS": groups * size, **route.tile(groups * size)}
         compiled(route._route_gradient, types, constants)
+        constants.pop("NORMALIZED")
+        types = {"logits_ptr": "*fp32", "choice_ptr": "*i64", "row_ptr": "*i64"}
+        compiled(route._route_stats, {**types, "partial_ptr": "*fp32"}, constants)
 
 
 def compile_permute() -> None:

@@ -34,7 +34,11 @@ KERNELS = {
         "rope.triton._turn",
     },
     "cross_entropy": {"cross_entropy.triton._slope", "cross_entropy.triton._tally"},
-    "route": {"route.triton._route", "route.triton._route_gradient"},
+    "route": {
+        "route.triton._route",
+        "route.triton._route_gradient",
+        "route.triton._route_stats",
+    },
     "permute": {
         "permute.order_triton._order",
         "permute.order_triton._tally",

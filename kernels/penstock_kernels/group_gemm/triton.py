@@ -385,7 +385,7 @@ def multiply_rows(
         if weight_copy == "descriptors":
             block = [tile.columns, tile.depth]
             if halves:
-                both = stored.unflatten(1, (2, -1))
+                both = stored.view(G, 2, N // 2, K)
                 w = TensorDescriptor.from_tensor(both, [1, 2, tile.columns // 2, tile.depth])
             else:
                 block = block if weight == "contracted" else block[::-1]

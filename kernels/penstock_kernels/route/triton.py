@@ -154,6 +154,50 @@ def _route_gradient(
     tl.store(dlogits_ptr + at, dlogits, mask=inside)
 
 
+@triton.jit(do_not_specialize=["T", "num_rows"])
+def _route_stats(
+    logits_ptr,
+    choice_ptr,
+    row_ptr,
+    partial_ptr,
+    T,
+    E,
+    K,
+    num_rows,
+    SIGMOID: tl.constexpr,
+    ROWS: tl.constexpr,
+    EXPERTS: tl.constexpr,
+):
+    """Sums over some tokens, of each packed row: counts and shares of experts, and squares."""
+    tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    is_token = tokens < T
+    experts = tl.arange(0, EXPERTS)
+    at = tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    is_expert = experts < E
+    inside = is_token[:, None] & is_expert[None, :]
+    logits = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    logits = tl.where(is_token[:, None], logits, 0)
+    shares = _score(logits, SIGMOID)
+    if SIGMOID:
+        shares /= tl.sum(shares, axis=1)[:, None]
+    largest = tl.max(logits, axis=1)
+    log_sum = largest + tl.log(tl.sum(tl.exp(logits - largest[:, None]), axis=1))
+    counts = tl.zeros([ROWS, EXPERTS], dtype=tl.float32)
+    for k in range(0, K):
+        choice = tl.load(choice_ptr + tokens.to(tl.int64) * K + k, mask=is_token, other=-1)
+        counts += (experts[None, :] == choice[:, None]).to(tl.float32)
+    row = tl.load(row_ptr + tokens, mask=is_token, other=0)
+    for number in range(0, num_rows):
+        is_own = row == number + 1
+        part = tl.program_id(0).to(tl.int64) * num_rows + number
+        sums = partial_ptr + part * (2 * E + 1)
+        own_counts = tl.sum(tl.where(is_own[:, None], counts, 0), axis=0)
+        own_shares = tl.sum(tl.where(is_own[:, None], shares, 0), axis=0)
+        tl.store(sums + experts, own_counts, mask=is_expert)
+        tl.store(sums + E + experts, own_shares, mask=is_expert)
+        tl.store(sums + 2 * E, tl.sum(tl.where(is_own, log_sum * log_sum, 0), axis=0))
+
+
 def tile(lanes: int) -> dict[str, int]:
     """How many tokens a program has, of so many scores each."""
     return {"ROWS": max(1, ELEMENTS // lanes)}
@@ -271,3 +315,30 @@ def route(
         *(logits_TE, bias_E, experts_per_token, scoring, normalized, norm_eps),
         *(num_groups, groups_per_token, group_score, scale),
     )
+
+
+def route_stats(
+    logits_TE: torch.Tensor,
+    choice_TK: torch.Tensor,
+    row_T: torch.Tensor,
+    num_rows: int,
+    *,
+    scoring: str = "softmax",
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Same as the reference, without gradients."""
+    T, E = logits_TE.shape
+    experts = next_power_of_2(E)
+    sizes = tile(experts)
+    blocks = cdiv(T, sizes["ROWS"])
+    # fp32 holds the counts of a program's tokens, and those of up to 2^24.
+    partial = logits_TE.new_empty(blocks, num_rows, 2 * E + 1, dtype=torch.float32)
+    if partial.numel():
+        _route_stats[(blocks,)](
+            *(logits_TE.contiguous(), choice_TK.contiguous(), row_T.contiguous(), partial),
+            *(T, E, choice_TK.shape[1], num_rows),
+            SIGMOID=scoring == "sigmoid",
+            EXPERTS=experts,
+            **sizes,
+        )
+    sums = partial.sum(0)
+    return sums[:, :E].long(), sums[:, E:-1], sums[:, -1]

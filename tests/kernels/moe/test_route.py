@@ -12,7 +12,7 @@ from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
 from penstock_kernels.op import UnsupportedError
-from penstock_kernels.route import route
+from penstock_kernels.route import route, route_stats
 from tests.kernels.where import DEVICE, needs_triton
 
 BACKENDS = ["eager", pytest.param("triton", marks=needs_triton)]
@@ -178,6 +178,22 @@ def test_triton_chooses_as_the_reference_does_by_the_best_of_a_group_and_among_m
             route.backend(backend)(logits_TE, 8, **settings) for backend in ("eager", "triton")
         ]
         torch.testing.assert_close(*results)
+
+
+@needs_triton
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [0, 150])
+def test_statistics_of_rows_are_those_of_the_reference(scoring, tokens):
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(tokens, 60, generator=generator)
+    choice_TK = torch.rand(tokens, 60, generator=generator).topk(4).indices
+    # Row 0 is padding, and row 3 has no tokens.
+    row_T = torch.randint(0, 3, (tokens,), generator=generator)
+    given = [tensor.to(DEVICE) for tensor in (logits_TE, choice_TK, row_T)]
+    mine = route_stats.backend("triton")(*given, 3, scoring=scoring)
+    torch.testing.assert_close(mine, route_stats.reference(*given, 3, scoring=scoring))
+    with pytest.raises(UnsupportedError, match="logits need a gradient"):
+        route_stats.backend("triton")(given[0].requires_grad_(), *given[1:], 3)
 
 
 def test_a_router_without_as_many_experts_is_refused():

@@ -12,6 +12,7 @@ from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.call_hook import CallHook, call, no_op
+from penstock.models.layers.dispatch_memo import recall
 from penstock.models.layers.experts import ExpertOperations, Experts, Routing, build_experts
 from penstock.models.layers.feed_forward import build_feed_forward
 from penstock.models.layers.layer_ops import LayerOps
@@ -43,7 +44,7 @@ def dispatch_locally(
     x_TD: torch.Tensor, choice_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts, /
 ) -> torch.Tensor:
     """Dispatch where all experts are local."""
-    order = sort_by_expert(choice_TK, experts.num_experts)
+    order = recall(lambda: sort_by_expert(choice_TK, experts.num_experts))
     return experts(x_TD, Routing(order, weights_TK, experts.row_indices(order)))
 
 
