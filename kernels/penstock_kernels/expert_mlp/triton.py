@@ -240,22 +240,21 @@ def _gradients(
             EXPERTS=next_power_of_2(E),
             BLOCK=block,
         )
-    none = x.new_empty(0)
-    found = [none] * 6
+    gradients = [x.new_empty(0) for _ in needs]
     if for_x:
         drows, _ = products.multiply_rows(dboth, gate_up.mT, plan)
-        found[0] = add_rows(drows, None, row_of_copy)
-    if dweights is not None:
-        found[1] = dweights.to(weights.dtype)
+        gradients[0] = add_rows(drows, None, row_of_copy)
+    if weights is not None and dweights is not None:
+        gradients[1] = dweights.to(weights.dtype)
     if for_gate_up:
-        found[2] = _matrix_gradient(dboth, x, "b", gate_up, plan, copy_of_row, K)
+        gradients[2] = _matrix_gradient(dboth, x, "b", gate_up, plan, copy_of_row, K)
     if for_down:
-        found[3] = _matrix_gradient(dy, inner, "a", down, plan, copy_of_row, K)
+        gradients[3] = _matrix_gradient(dy, inner, "a", down, plan, copy_of_row, K)
     if for_biases[0]:
-        found[4] = _summed(dboth, plan.ends_G)
+        gradients[4] = _summed(dboth, plan.ends_G)
     if for_biases[1]:
-        found[5] = _summed(dy, plan.ends_G, weights, copy_of_row, K)
-    return found
+        gradients[5] = _summed(dy, plan.ends_G, weights, copy_of_row, K)
+    return gradients
 
 
 def _is_transposed(weight: torch.Tensor) -> bool:
@@ -274,8 +273,8 @@ def _matrix_gradient(
     # In the weight's own memory layout, so that accumulating into `grad` needs no copy.
     options = {"num_rows": plan.num_rows, "copies": copies, "per_token": per_token}
     if _is_transposed(weight):
-        other = "a" if copied == "b" else "b"
-        return products.multiply_groups(inputs, outputs, plan.ends_G, copied=other, **options)
+        transposed = "a" if copied == "b" else "b"
+        return products.multiply_groups(inputs, outputs, plan.ends_G, copied=transposed, **options)
     return products.multiply_groups(outputs, inputs, plan.ends_G, copied=copied, **options)
 
 
@@ -313,12 +312,12 @@ def _back(ctx: Any, dy: torch.Tensor | None, *_: Any) -> tuple[torch.Tensor | No
         return (None,) * 12
     needs = [*ctx.needs_input_grad[:6]]
     x, weights, gate_up, down, _, *further = ctx.saved_tensors
-    found = _gradients_of(dy, x, weights, gate_up, down, *further, *ctx.options, needs)
+    gradients = _gradients_of(dy, x, weights, gate_up, down, *further, *ctx.options, needs)
     for number, weight in ((2, gate_up), (3, down)):
         # An operator returns no views: gradients of transposed matrices are transposed here.
         if needs[number] and _is_transposed(weight):
-            found[number] = found[number].mT
-    return needed(ctx, found)
+            gradients[number] = gradients[number].mT
+    return needed(ctx, gradients)
 
 
 _expert_mlp_of = operator("expert_mlp", _mixed, fake=_mixed_fake, keep=_keep, backward=_back)

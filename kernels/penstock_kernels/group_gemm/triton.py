@@ -431,21 +431,21 @@ def multiply_groups(
     y_GMN = a_TM.new_empty(G, M, N)
     if not num_rows or not y_GMN.numel():
         return y_GMN.zero_()
-    ways = {
+    copy = {
         name: "copies" if name == copied else "descriptors" if _take_descriptors(x) else "pointers"
         for name, x in (("a", a_TM), ("b", b_TN))
     }
 
     def launch(tile: tiles.Tiles) -> None:
         a = b = None
-        if ways["a"] == "descriptors":
+        if copy["a"] == "descriptors":
             a = TensorDescriptor.from_tensor(a_TM, [tile.depth, tile.rows])
-        if ways["b"] == "descriptors":
+        if copy["b"] == "descriptors":
             b = TensorDescriptor.from_tensor(b_TN, [tile.depth, tile.columns])
         _of_groups[(G * cdiv(M, tile.rows) * cdiv(N, tile.columns),)](
             *(a, b, a_TM, b_TN, copies, y_GMN, ends_G, num_rows, M, N, per_token),
-            A_COPY=ways["a"],
-            B_COPY=ways["b"],
+            A_COPY=copy["a"],
+            B_COPY=copy["b"],
             UPCAST=INTERPRETED,
             ROWS=tile.rows,
             COLUMNS=tile.columns,
@@ -457,7 +457,7 @@ def multiply_groups(
 
     several = tiles.candidates(tiles.of_groups(a_TM), a_TM)
     sizes = (num_rows, G, M, N)
-    launch(select_config(_of_groups, a_TM, sizes, several, launch, " ".join(ways.values())))
+    launch(select_config(_of_groups, a_TM, sizes, several, launch, " ".join(copy.values())))
     return y_GMN
 
 

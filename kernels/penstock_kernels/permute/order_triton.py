@@ -38,8 +38,8 @@ def _tally(
         offs = first + part + tl.arange(0, PART)
         choice = tl.load(choice_ptr + offs, mask=offs < R, other=-1)
         tally += tl.sum((choice[:, None] == experts[None, :]).to(tl.int32), axis=0)
-    at = tally_ptr + tl.program_id(0) * num_experts + experts
-    tl.store(at, tally, mask=experts < num_experts)
+    tally_ptrs = tally_ptr + tl.program_id(0) * num_experts + experts
+    tl.store(tally_ptrs, tally, mask=experts < num_experts)
 
 
 @triton.jit(do_not_specialize=["R", "blocks"])
@@ -65,8 +65,8 @@ def _order(
     for block in range(0, blocks, PART):
         numbers = block + tl.arange(0, PART)
         inside = (numbers < blocks)[:, None] & is_expert[None, :]
-        at = numbers[:, None] * num_experts + experts[None, :]
-        tally = tl.load(tally_ptr + at, mask=inside, other=0)
+        offs = numbers[:, None] * num_experts + experts[None, :]
+        tally = tl.load(tally_ptr + offs, mask=inside, other=0)
         counts += tl.sum(tally, axis=0)
         is_before = (numbers < tl.program_id(0))[:, None]
         before += tl.sum(tl.where(is_before, tally, 0), axis=0)

@@ -59,18 +59,18 @@ def _route(
     group, within = lanes // GROUP_SIZE, lanes % GROUP_SIZE
     expert = group * group_size + within
     is_expert = (group < num_groups) & (within < group_size)
-    at = tokens.to(tl.int64)[:, None] * E + expert[None, :]
+    offs = tokens.to(tl.int64)[:, None] * E + expert[None, :]
     inside = (tokens < T)[:, None] & is_expert[None, :]
-    logits = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     # A row past the tokens would be NaN.
     logits = tl.where((tokens < T)[:, None], logits, 0)
     scores = _score(logits, SIGMOID)
-    wanted = scores
+    preferences = scores
     if bias_ptr is not None:
-        wanted += tl.load(bias_ptr + expert, mask=is_expert, other=0).to(tl.float32)[None, :]
-    wanted = tl.where(is_expert[None, :], wanted, float("-inf"))
+        preferences += tl.load(bias_ptr + expert, mask=is_expert, other=0).to(tl.float32)[None, :]
+    preferences = tl.where(is_expert[None, :], preferences, float("-inf"))
     if GROUP_SCORE != "":
-        grouped = wanted.reshape(ROWS, GROUPS, GROUP_SIZE)
+        grouped = preferences.reshape(ROWS, GROUPS, GROUP_SIZE)
         best = tl.max(grouped, axis=2)
         if GROUP_SCORE == "best_two":
             first = tl.argmax(grouped, axis=2)
@@ -84,18 +84,18 @@ def _route(
             best = tl.where(is_best, float("-inf"), best)
         # Not 0: with a negative bias, experts of chosen groups may score less than that.
         grouped = tl.where(is_open[:, :, None] > 0, grouped, float("-inf"))
-        wanted = grouped.reshape(ROWS, GROUPS * GROUP_SIZE)
+        preferences = grouped.reshape(ROWS, GROUPS * GROUP_SIZE)
     choices = tl.arange(0, CHOICES)[None, :]
     chosen = tl.zeros([ROWS, CHOICES], dtype=tl.int32)
     weights = tl.zeros([ROWS, CHOICES], dtype=tl.float32)
     for k in range(0, K):
-        best_lane = tl.argmax(wanted, axis=1)
+        best_lane = tl.argmax(preferences, axis=1)
         is_best = lanes[None, :] == best_lane[:, None]
         number = best_lane // GROUP_SIZE * group_size + best_lane % GROUP_SIZE
         weight = tl.sum(tl.where(is_best, scores, 0), axis=1)
         chosen = tl.where(choices == k, number[:, None], chosen)
         weights = tl.where(choices == k, weight[:, None], weights)
-        wanted = tl.where(is_best, float("-inf"), wanted)
+        preferences = tl.where(is_best, float("-inf"), preferences)
     if NORMALIZED:
         weights /= (tl.sum(weights, axis=1) + norm_eps)[:, None]
     out = tokens.to(tl.int64)[:, None] * K + choices
@@ -124,9 +124,9 @@ def _route_gradient(
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < T
     experts = tl.arange(0, EXPERTS)[None, :]
-    at = tokens.to(tl.int64)[:, None] * E + experts
+    offs = tokens.to(tl.int64)[:, None] * E + experts
     inside = is_token[:, None] & (experts < E)
-    logits = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     scores = _score(tl.where(is_token[:, None], logits, 0), SIGMOID)
     total = tl.zeros([ROWS], dtype=tl.float32)
     product = tl.zeros([ROWS], dtype=tl.float32)
@@ -151,7 +151,7 @@ def _route_gradient(
         dlogits = dscores * scores * (1 - scores)
     else:
         dlogits = scores * (dscores - tl.sum(scores * dscores, axis=1)[:, None])
-    tl.store(dlogits_ptr + at, dlogits, mask=inside)
+    tl.store(dlogits_ptr + offs, dlogits, mask=inside)
 
 
 @triton.jit(do_not_specialize=["T", "num_rows"])
@@ -172,10 +172,10 @@ def _route_stats(
     tokens = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     is_token = tokens < T
     experts = tl.arange(0, EXPERTS)
-    at = tokens.to(tl.int64)[:, None] * E + experts[None, :]
+    offs = tokens.to(tl.int64)[:, None] * E + experts[None, :]
     is_expert = experts < E
     inside = is_token[:, None] & is_expert[None, :]
-    logits = tl.load(logits_ptr + at, mask=inside, other=float("-inf")).to(tl.float32)
+    logits = tl.load(logits_ptr + offs, mask=inside, other=float("-inf")).to(tl.float32)
     logits = tl.where(is_token[:, None], logits, 0)
     shares = _score(logits, SIGMOID)
     if SIGMOID:

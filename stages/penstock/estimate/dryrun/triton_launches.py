@@ -39,9 +39,9 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
         name = self.fn.__name__
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         _check(trace, name, values, grid)
-        given = (x.base if isinstance(x, TensorDescriptor) else x for x in values.values())
+        operands = (x.base if isinstance(x, TensorDescriptor) else x for x in values.values())
         # By identity: a kernel may be given a tensor and its descriptor.
-        tensors = [*{id(x): x for x in given if isinstance(x, torch.Tensor)}.values()]
+        tensors = [*{id(x): x for x in operands if isinstance(x, torch.Tensor)}.values()]
         flops = MATMULS[name](values) if name in MATMULS else 0.0
         achieved = ACHIEVED_GROUPED_FLOPS if name in GROUPED else ACHIEVED_FLOPS
         seconds = roofline.seconds(tensors, flops, achieved)
