@@ -227,29 +227,31 @@ def _gradients(
     dinner, _ = products.multiply_rows(dy, down.mT, plan, **gathered)
     dboth, inner = both.new_empty(both.shape), dinner.new_empty(dinner.shape)
     # Zeros: a copy without an expert has no row, and no program writes its weight's gradient.
-    dweights = None
-    if weights is not None and for_weights:
-        dweights = weights.new_zeros(weights.shape, dtype=torch.float32)
+    dweights = None if weights is None or not for_weights else torch.zeros_like(weights)
     if R:
         # Blocks of one size for features and outputs.
         block = min(next_power_of_2(F), WIDEST)
-        tensors = both, dinner, weights, copy_of_row, dy, down_bias, plan.ends_G
         _gate_gradients[(R,)](
-            *(*tensors, dboth, inner, dweights, E, D, F, K, alpha, limit),
+            *(both, dinner, weights, copy_of_row, dy, down_bias, plan.ends_G),
+            *(dboth, inner, dweights, E, D, F, K, alpha, limit),
             GATE=gate,
             EXPERTS=next_power_of_2(E),
             BLOCK=block,
         )
+    # What is as large as all rows ends as soon as it is used.
+    del dinner
     gradients = [x.new_empty(0) for _ in needs]
     if for_x:
-        drows, _ = products.multiply_rows(dboth, gate_up.mT, plan)
+        drows = products.multiply_rows(dboth, gate_up.mT, plan)[0]
         gradients[0] = add_rows(drows, None, row_of_copy)
-    if weights is not None and dweights is not None:
-        gradients[1] = dweights.to(weights.dtype)
-    if for_gate_up:
-        gradients[2] = _matrix_gradient(dboth, x, "b", gate_up, plan, copy_of_row, K)
+        del drows
+    if dweights is not None:
+        gradients[1] = dweights
     if for_down:
         gradients[3] = _matrix_gradient(dy, inner, "a", down, plan, copy_of_row, K)
+    del inner
+    if for_gate_up:
+        gradients[2] = _matrix_gradient(dboth, x, "b", gate_up, plan, copy_of_row, K)
     if for_biases[0]:
         gradients[4] = _summed(dboth, plan.ends_G)
     if for_biases[1]:
