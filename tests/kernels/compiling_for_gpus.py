@@ -205,6 +205,29 @@ def _parted(tile) -> dict:
     return {"constants": tile, **options}
 
 
+def compile_route() -> None:
+    from penstock_kernels.route import triton as route
+
+    # Qwen3, gpt-oss, DeepSeek V3, Kimi K2: experts, their groups, choices.
+    models = ((128, 1, 8, False, "", None), (32, 1, 4, False, "", None))
+    models += ((256, 8, 8, True, "best_two", "*fp32"), (384, 1, 8, True, "", "*fp32"))
+    for [(experts, groups, choices, sigmoid, group_score, bias)] in ways(models):
+        types = {"logits_ptr": "*fp32", "bias_ptr": bias, "choice_ptr": "*i64"}
+        types |= {"weights_ptr": "*fp32", "norm_eps": "fp32", "scale": "fp32"}
+        kind = {"SIGMOID": sigmoid, "NORMALIZED": True}
+        size = 1 << (experts // groups - 1).bit_length()
+        lanes = {"GROUPS": groups, "GROUP_SIZE": size, "CHOICES": choices}
+        constants = {**kind, "GROUP_SCORE": group_score, **lanes, **route.tile(groups * size)}
+        compiled(route._route, types, constants)
+        types = {"logits_ptr": "*fp32", "choice_ptr": "*i64", "dweights_ptr": "*fp32"}
+        types |= {"dlogits_ptr": "*fp32", "norm_eps": "fp32", "scale": "fp32"}
+        constants = {**kind, "EXPERTS": groups * size, **route.tile(groups * size)}
+        compiled(route._route_gradient, types, constants)
+        constants.pop("NORMALIZED")
+        types = {"logits_ptr": "*fp32", "choice_ptr": "*i64", "row_ptr": "*i64"}
+        compiled(route._route_stats, {**types, "partial_ptr": "*fp32"}, constants)
+
+
 def compile_permute() -> None:
     from penstock_kernels.permute import order_triton
     from penstock_kernels.permute import triton as permute
@@ -222,72 +245,120 @@ def compile_permute() -> None:
         **{"drows_ptr": data, "dweights_ptr": "*fp32"},
     }
     compiled(permute._weigh, weighed, block)
-    keys = {"choice_ptr": order, "keys_ptr": "*i16"}
-    compiled(order_triton._keys, keys, {"BLOCK": order_triton.BLOCK})
-    ordered = {"keys_ptr": "*i16", "copy_of_row_ptr": order}
-    ordered |= {"row_of_copy_ptr": order, "counts_ptr": order}
-    sizes = {"NONE": -1, "EXPERTS": 256, "BLOCK": order_triton.BLOCK}
-    compiled(order_triton._order, ordered, sizes)
+    counted = {"choice_ptr": order, "tally_ptr": "*i32"}
+    ordered = {**counted, "copy_of_row_ptr": order, "row_of_copy_ptr": order, "counts_ptr": order}
+    for [experts] in ways((128, 8, 384)):
+        compiled(order_triton._tally, counted, order_triton.tile(experts))
+        compiled(order_triton._order, ordered, {"NONE": -1, **order_triton.tile(experts)})
+
+
+def _require_asynchronous(found, *, is_indirect) -> None:
+    """Tiles go from memory to the tensor cores without passing through registers, beside the
+    indices of rows."""
+    loop = found.asm["ttgir"].split("scf.for")[-1].split("scf.yield")[0]
+    assert "warp_group_dot" in loop
+    assert loop.count("local_load") == is_indirect
+    assert "async_tma_copy" in loop
+
+
+def _compiled_rows(copy, weight, dtype, tile, gate="", gathers=False):
+    from penstock_kernels.group_gemm import triton as kernels
+
+    types = {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32", "alpha": "fp32", "limit": "fp32"}
+    types |= {"x": f"*{dtype}", "weight": f"*{dtype}"}
+    types |= {"gated_ptr": f"*{dtype}" if gate else None}
+    types |= {"copies_ptr": "*i64" if gathers else None}
+    types |= {"bias_ptr": f"*{dtype}" if gate == "clamped" else None}
+    if copy == "descriptors":
+        block = (tile.columns, tile.depth)
+        block = block if weight == "contracted" else block[::-1]
+        block = f"1,2,{block[0] // 2},{block[1]}" if gate == "silu" else f"1,{block[0]},{block[1]}"
+        types["weight"] = f"tensordesc<{dtype}[{block}]>"
+        if not gathers:
+            types["x"] = f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>"
+    x_copy = "pointers" if gathers else copy
+    constants = {"WEIGHT": weight, "X_COPY": x_copy, "WEIGHT_COPY": copy, "GROUPS": 256}
+    return _compiled_products(kernels._by_rows, types, {**constants, "GATE": gate}, tile)
+
+
+def _compiled_groups(copy, dtype, tile, copied=""):
+    from penstock_kernels.group_gemm import triton as kernels
+
+    types = {"ends_ptr": "*i32", "y_ptr": f"*{dtype}", "a": None, "b": None}
+    types |= {**dict.fromkeys(("a_ptr", "b_ptr"), f"*{dtype}")}
+    types["copies_ptr"] = "*i64" if copied else None
+    if copy == "descriptors" and copied != "a":
+        types["a"] = f"tensordesc<{dtype}[{tile.depth},{tile.rows}]>"
+    if copy == "descriptors" and copied != "b":
+        types["b"] = f"tensordesc<{dtype}[{tile.depth},{tile.columns}]>"
+    ways = {f"{name.upper()}_COPY": "copies" if copied == name else copy for name in "ab"}
+    return _compiled_products(kernels._of_groups, types, ways, tile)
+
+
+def _compiled_products(kernel, types, constants, tile):
+    from penstock_kernels.group_gemm import tiles
+
+    rows, columns, depth, warps, stages = tile
+    ways = {*constants.values()}
+    constants |= {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
+    constants |= {"UPCAST": False, "BAND": tiles.BAND}
+    found = compiled(kernel, types, constants, num_warps=warps, num_stages=stages)
+    if ARCH == 90 and tile == tiles.largest(2, SHARED_MEMORY[90]) and "descriptors" in ways:
+        _require_asynchronous(found, is_indirect="copies" in ways)
+    return found
 
 
 def compile_group_gemm() -> None:
     from penstock_kernels.group_gemm import tiles, triton, zeroing_triton
 
     plan = {"counts_ptr": "*i64", "bounds_ptr": "*i32"}
-    compiled(triton._plan, plan, {"ROWS": 128, "GROUPS": 256})
+    compiled(triton._plan, plan, {"PAST": 1, "ROWS": 128, "GROUPS": 256})
     zeroed = {"ROWS": 1, "COLUMNS": 4096, "EACH": 65536}
     for tail, numbers in ((True, "*i32"), (False, "*i64")):
         zeroing = {"y_ptr": "*bf16", "numbers_ptr": numbers}
         compiled(zeroing_triton._zero_rows, zeroing, {"TAIL": tail, **zeroed})
 
-    def by_rows(copy, weight, dtype, tile):
-        types = {"y_ptr": f"*{dtype}", "bounds_ptr": "*i32"}
-        types |= {"x": f"*{dtype}", "weight": f"*{dtype}"}
-        if copy == "descriptors":
-            block = (tile.columns, tile.depth)
-            block = block if weight == "contracted" else block[::-1]
-            types["x"] = f"tensordesc<{dtype}[{tile.rows},{tile.depth}]>"
-            types["weight"] = f"tensordesc<{dtype}[1,{block[0]},{block[1]}]>"
-        constants = {"WEIGHT": weight, "COPY": copy, "GROUPS": 256}
-        return products(triton._by_rows, types, constants, tile)
+    largest = tiles.largest(2, SHARED_MEMORY[ARCH])
+    copy = "descriptors" if ARCH >= 90 else "pointers"
+    _compiled_rows(copy, "contracted", "bf16", largest)
+    _compiled_rows(copy, "resulting", "bf16", largest)
+    _compiled_groups(copy, "bf16", largest)
+    short = largest._replace(rows=16, columns=128, warps=4)
+    _compiled_rows(copy, "contracted", "bf16", short)
+    for first, instruction in ((largest, "warp_group_dot"), (short, "tt.dot")):
+        for other in tiles.others(first, 2, SHARED_MEMORY[ARCH]) if ALL else ():
+            found = _compiled_rows(copy, "contracted", "bf16", other)
+            if ARCH == 90:
+                assert instruction in found.asm["ttgir"], "another one may add in another order"
+    _compiled_rows("pointers", "contracted", "fp16", largest)
+    _compiled_rows("pointers", "resulting", "fp32", tiles._FP32)
+    _compiled_groups("pointers", "fp32", tiles._FP32)
 
-    def of_groups(copy, dtype, tile):
-        types = {"ends_ptr": "*i32", "y_ptr": f"*{dtype}"}
-        types |= dict.fromkeys(("a", "b", "a_ptr", "b_ptr"), f"*{dtype}")
-        if copy == "descriptors":
-            types["a"] = f"tensordesc<{dtype}[{tile.depth},{tile.rows}]>"
-            types["b"] = f"tensordesc<{dtype}[{tile.depth},{tile.columns}]>"
-        return products(triton._of_groups, types, {"COPY": copy}, tile)
 
-    def products(kernel, types, constants, tile):
-        rows, columns, depth, warps, stages = tile
-        constants |= {"ROWS": rows, "COLUMNS": columns, "DEPTH": depth}
-        constants |= {"UPCAST": False, "BAND": tiles.BAND}
-        return compiled(kernel, types, constants, num_warps=warps, num_stages=stages)
+def compile_expert_mlp() -> None:
+    from penstock_kernels.expert_mlp import triton as expert_mlp
+    from penstock_kernels.group_gemm import tiles
 
     largest = tiles.largest(2, SHARED_MEMORY[ARCH])
     copy = "descriptors" if ARCH >= 90 else "pointers"
-    for found in (
-        by_rows(copy, "contracted", "bf16", largest),
-        by_rows(copy, "resulting", "bf16", largest),
-        of_groups(copy, "bf16", largest),
-    ):
-        if ARCH == 90:
-            # Tiles go from memory to the tensor cores without passing through registers.
-            loop = found.asm["ttgir"].split("scf.for")[1].split("scf.yield")[0]
-            assert "warp_group_dot" in loop
-            assert "local_load" not in loop
-            assert "async_tma_copy" in loop
-    short = largest._replace(rows=16, columns=128, warps=4)
-    by_rows(copy, "contracted", "bf16", short)
-    for first, instruction in ((largest, "warp_group_dot"), (short, "tt.dot")):
-        for other in tiles.others(first, 2, SHARED_MEMORY[ARCH]) if ALL else ():
-            found = by_rows(copy, "contracted", "bf16", other)
-            if ARCH == 90:
-                assert instruction in found.asm["ttgir"], "another one may add in another order"
-    by_rows("pointers", "contracted", "fp16", largest)
-    by_rows("pointers", "resulting", "fp32", tiles._FP32)
-    of_groups("pointers", "fp32", tiles._FP32)
+    # Qwen3 and gpt-oss: gates and biases, rows by index.
+    _compiled_rows(copy, "contracted", "bf16", largest, "silu", gathers=True)
+    _compiled_rows(copy, "resulting", "bf16", largest, "clamped", gathers=True)
+    _compiled_rows(copy, "resulting", "bf16", largest, gathers=True)
+    _compiled_groups(copy, "bf16", largest, "a")
+    _compiled_groups(copy, "bf16", largest, "b")
+    for data, gate, experts in ways(DATA, ("silu", "clamped"), (128, 32)):
+        bias = data if gate == "clamped" else None
+        types = dict.fromkeys(("both_ptr", "dinner_ptr", "dy_ptr", "dboth_ptr", "inner_ptr"), data)
+        types |= {"weights_ptr": "*fp32", "dweights_ptr": "*fp32", "bias_ptr": bias}
+        types |= {"copies_ptr": "*i64", "ends_ptr": "*i32", "alpha": "fp32", "limit": "fp32"}
+        sizes = {"GATE": gate, "EXPERTS": experts, "BLOCK": expert_mlp.WIDEST}
+        compiled(expert_mlp._gate_gradients, types, sizes)
+        summed = {"x_ptr": data, "ends_ptr": "*i32", "y_ptr": data}
+        gathered = {"copies_ptr": "*i64", "weights_ptr": "*fp32"}
+        if gate == "silu":
+            gathered = dict.fromkeys(gathered)
+        compiled(expert_mlp._sum_groups, {**summed, **gathered}, expert_mlp.SUMMED)
 
 
 def compile_quant() -> None:

@@ -34,9 +34,14 @@ KERNELS = {
         "rope.triton._turn",
     },
     "cross_entropy": {"cross_entropy.triton._slope", "cross_entropy.triton._tally"},
+    "route": {
+        "route.triton._route",
+        "route.triton._route_gradient",
+        "route.triton._route_stats",
+    },
     "permute": {
-        "permute.order_triton._keys",
         "permute.order_triton._order",
+        "permute.order_triton._tally",
         "permute.triton._add",
         "permute.triton._copy",
         "permute.triton._weigh",
@@ -46,6 +51,12 @@ KERNELS = {
         "group_gemm.triton._of_groups",
         "group_gemm.triton._plan",
         "group_gemm.zeroing_triton._zero_rows",
+    },
+    "expert_mlp": {
+        "expert_mlp.triton._gate_gradients",
+        "expert_mlp.triton._sum_groups",
+        "group_gemm.triton._by_rows",
+        "group_gemm.triton._of_groups",
     },
     "quant": {
         "noise.triton._add",

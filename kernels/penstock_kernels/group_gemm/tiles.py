@@ -33,25 +33,41 @@ class Tiles(NamedTuple):
 # The interpreter's cost is the number of programs. Small tiles give small shapes many edges.
 _INTERPRETED = Tiles(rows=16, columns=16, depth=16, warps=4, stages=2)
 
+INTERPRETED_PROGRAMS = 5
+"""Of the interpreter, so that programs walk several tiles there too."""
+
+RESIDENT_WARPS = 16
+"""Of the programs of a multiprocessor, whose registers are shared by all."""
+
 # fp32 is exact rather than fast: it does not use tensor cores.
 _FP32 = Tiles(rows=64, columns=64, depth=32, warps=4, stages=2)
 
 _WIDE = Tiles(rows=128, columns=256, depth=64, warps=8, stages=4)
-_SQUARE = Tiles(rows=128, columns=128, depth=64, warps=4, stages=4)
+# On Ampere 4 warps would hold more sums than they have registers.
+_SQUARE = Tiles(rows=128, columns=128, depth=64, warps=8, stages=3)
 _LEAN = Tiles(rows=128, columns=128, depth=32, warps=4, stages=3)
 
 # Columns of tiles for groups with so few rows, on average, that larger tiles would be padding.
 _SHORT = {16: 128, 32: 128, 64: 128}
 
 
-def by_rows(x_TK: torch.Tensor, num_groups: int) -> Tiles:
-    """Tiles for num_groups products that share the rows of x_TK."""
-    largest = of_groups(x_TK)
-    average = x_TK.shape[0] / num_groups
+def by_rows(like: torch.Tensor, num_rows: int, num_groups: int) -> Tiles:
+    """Tiles for num_groups products that share so many rows."""
+    largest = of_groups(like)
+    average = num_rows / num_groups
     for rows, columns in _SHORT.items():
         if average <= rows < largest.rows:
             return largest._replace(rows=rows, columns=columns, warps=4)
     return largest
+
+
+def programs(tiles: Tiles, like: torch.Tensor) -> int:
+    """How many programs of such tiles run at once."""
+    if like.device.type != "cuda":
+        return INTERPRETED_PROGRAMS
+    multiprocessors = torch.cuda.get_device_properties(like.device).multi_processor_count
+    resident = shared_memory_per_block(like.device) // tiles.num_bytes(like.element_size())
+    return multiprocessors * min(max(resident, 1), RESIDENT_WARPS // tiles.warps)
 
 
 def candidates(first: Tiles, like: torch.Tensor) -> list[Tiles]:
@@ -68,7 +84,7 @@ def others(first: Tiles, itemsize: int, shared_memory: int) -> list[Tiles]:
     if first.rows < _SQUARE.rows:
         candidates = [first._replace(columns=64), first._replace(stages=3)]
     else:
-        candidates = [_WIDE, _WIDE._replace(stages=3), _SQUARE, _SQUARE._replace(warps=8, stages=3)]
+        candidates = [_WIDE, _WIDE._replace(stages=3), _SQUARE, _SQUARE._replace(warps=4, stages=4)]
     return [
         tiles
         for tiles in candidates

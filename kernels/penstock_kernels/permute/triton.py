@@ -134,13 +134,10 @@ _permute_of = operator(
 )
 
 
-def _unpermuted(
-    rows: torch.Tensor,
-    weights: torch.Tensor | None,
-    copy_of_row: torch.Tensor,
-    row_of_copy: torch.Tensor,
+def add_rows(
+    rows: torch.Tensor, weights: torch.Tensor | None, row_of_copy: torch.Tensor
 ) -> torch.Tensor:
-    del copy_of_row
+    """The sum of each token's rows, each times its weight, [T, D]."""
     (T, K), D = row_of_copy.shape, rows.shape[1]
     y = rows.new_empty(T, D)
     if y.numel():
@@ -150,6 +147,16 @@ def _unpermuted(
         addends = rows, row_of_copy, rows if weights is None else weights.contiguous()
         _add[(T, cdiv(D, block))](*addends, y, K, D, WEIGHTED=weights is not None, BLOCK=block)
     return y
+
+
+def _unpermuted(
+    rows: torch.Tensor,
+    weights: torch.Tensor | None,
+    copy_of_row: torch.Tensor,
+    row_of_copy: torch.Tensor,
+) -> torch.Tensor:
+    del copy_of_row
+    return add_rows(rows, weights, row_of_copy)
 
 
 def _unpermuted_fake(rows: torch.Tensor, *further: Any) -> torch.Tensor:

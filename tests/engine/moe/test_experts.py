@@ -72,8 +72,9 @@ def test_experts_are_shared_by_neighbours_or_by_ranks_far_apart(folder):
     assert [mine[FAR][0] for mine in found] == [[0, 2], [1, 3], [0, 2], [1, 3]]
     for mine in found:
         assert all(experts == 4 for _, experts, *_ in mine.values())
-        # Three layers with experts: there and back, forward, computed again, and backward.
-        assert mine[NEAR][2] == mine[FAR][2] == (3 * 2 * 3, 3 * 2)
+        # Three layers with experts: there and back, forward, computed again, and backward. What is
+        # computed again has the numbers of rows from before.
+        assert mine[NEAR][2] == mine[FAR][2] == (3 * 2 * 3, 3)
         # Computing gates again sends nothing: half as much is dispatched.
         assert mine[ACTS][2] == (3 * 2 * 2, 3)
     wanted, got = found[0][NEAR][3], found[0][ACTS][3]

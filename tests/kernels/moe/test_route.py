@@ -11,7 +11,12 @@ from transformers.models.gpt_oss.modeling_gpt_oss import GptOssTopKRouter
 from transformers.models.mixtral.modeling_mixtral import MixtralTopKRouter
 from transformers.models.qwen3_moe.modeling_qwen3_moe import Qwen3MoeTopKRouter
 
-from penstock_kernels.route import route
+from penstock_kernels.op import UnsupportedError
+from penstock_kernels.route import route, route_stats
+from tests.kernels.where import DEVICE, needs_triton
+
+BACKENDS = ["eager", pytest.param("triton", marks=needs_triton)]
+pytestmark = pytest.mark.usefixtures("poisoned")
 
 EXPERTS, PER_TOKEN, TOKENS = 12, 3, 40
 
@@ -61,8 +66,10 @@ def laid_out(choice_TK, weights_TK):
     return torch.zeros(len(choice_TK), EXPERTS).scatter(1, choice_TK, weights_TK)
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize(("kind", "settings", "said"), ROUTERS.values(), ids=ROUTERS)
-def test_choices_weights_and_gradients_are_those_of_transformers(kind, settings, said):
+def test_choices_weights_and_gradients_are_those_of_transformers(kind, settings, said, backend):
+    choose = route.backend(backend)
     generator = torch.Generator().manual_seed(0)
     logits_TE, dweights_TE = torch.randn(2, TOKENS, EXPERTS, generator=generator)
     bias_E = torch.rand(EXPERTS, generator=generator)
@@ -72,16 +79,17 @@ def test_choices_weights_and_gradients_are_those_of_transformers(kind, settings,
         # Or nothing would show that it counts.
         unbiased = route(logits_TE, PER_TOKEN, **{**given, "bias_E": None})
         assert not torch.equal(laid_out(*unbiased) > 0, laid_out(*route(logits_TE, 3, **given)) > 0)
+        given["bias_E"] = bias_E.to(DEVICE)
     theirs = logits_TE.clone().requires_grad_()
-    ours = logits_TE.clone().requires_grad_()
+    ours = logits_TE.to(DEVICE, copy=True).requires_grad_()
     _, weights_TK, choice_TK = their_router(kind, settings, bias_E)(theirs)
     want_TE = laid_out(choice_TK, weights_TK)
-    got_TE = laid_out(*route(ours, PER_TOKEN, **given))
+    got_TE = laid_out(*(tensor.cpu() for tensor in choose(ours, PER_TOKEN, **given)))
     torch.testing.assert_close(got_TE, want_TE, atol=1e-6, rtol=1e-5)
     assert torch.equal(got_TE > 0, want_TE > 0)
     (want,) = torch.autograd.grad(want_TE, theirs, dweights_TE)
     (got,) = torch.autograd.grad(got_TE, ours, dweights_TE)
-    torch.testing.assert_close(got, want, atol=1e-6, rtol=1e-5)
+    torch.testing.assert_close(got.cpu(), want, atol=1e-6, rtol=1e-5)
 
 
 def test_scores_are_computed_in_fp32_whatever_the_logits_are():
@@ -110,7 +118,9 @@ def by_hand(logits_E, count, scoring, normalized, bias_E, groups, scale):
     return choice, (weights / weights.sum() if normalized else weights) * scale
 
 
-def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do(backend):
+    choose = route.backend(backend)
     for seed in range(120):
         draw, generator = random.Random(seed), torch.Generator().manual_seed(seed)
         num_groups = draw.choice((1, 1, 2, 4))
@@ -125,20 +135,23 @@ def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
         logits_TE = (order[1:] - experts // 2).to(dtype) / 8 + 1 / 32
         bias_E = torch.rand(experts, generator=generator) if draw.random() < 0.5 else None
         scoring, normalized = draw.choice(("softmax", "sigmoid")), draw.random() < 0.5
-        given = logits_TE.clone().requires_grad_()
-        choice_TK, weights_TK = route(
+        given = logits_TE.to(DEVICE, copy=True).requires_grad_()
+        choice_TK, weights_TK = choose(
             given,
             count,
             scoring=scoring,
             normalized=normalized,
-            bias_E=bias_E,
+            bias_E=None if bias_E is None else bias_E.to(DEVICE),
             num_groups=num_groups,
             groups_per_token=of_token,
             scale=2.5,
         )
         assert choice_TK.shape == weights_TK.shape == (tokens, count)
         upstream_TK = torch.randn(tokens, count, generator=generator)
-        (slope_TE,) = torch.autograd.grad(weights_TK, given, upstream_TK)
+        (slope_TE,) = torch.autograd.grad(weights_TK, given, upstream_TK.to(DEVICE))
+        choice_TK, weights_TK, slope_TE = (
+            tensor.cpu() for tensor in (choice_TK, weights_TK, slope_TE)
+        )
         added = torch.zeros(experts) if bias_E is None else bias_E.double()
         for token in range(tokens):
             exact = logits_TE[token].double().requires_grad_()
@@ -147,6 +160,46 @@ def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do():
             assert choice_TK[token].tolist() == choice, seed
             torch.testing.assert_close(weights_TK[token], weights.float(), atol=0, rtol=1e-5)
             (slope,) = torch.autograd.grad(weights, exact, upstream_TK[token].double())
-            # A slope is the difference of larger numbers, and is rounded to the logits' dtype.
-            rtol = 1e-5 if dtype == torch.float32 else 2**-8
+            # A slope is the difference of larger numbers, and is rounded to the logits' dtype, or
+            # cut off in Triton's interpreter.
+            rtol = 1e-5 if dtype == torch.float32 else 2**-8 if backend == "eager" else 2**-7
             torch.testing.assert_close(slope_TE[token].double(), slope, atol=2e-6, rtol=rtol)
+
+
+@needs_triton
+def test_triton_chooses_as_the_reference_does_by_the_best_of_a_group_and_among_many_experts():
+    for experts, settings in (
+        (60, {"num_groups": 6, "groups_per_token": 2, "group_score": "best", "scoring": "softmax"}),
+        (384, {"scoring": "sigmoid", "scale": 2.827}),
+        (128, {"norm_eps": 0.1}),
+    ):
+        logits_TE = torch.randn(37, experts, generator=torch.Generator().manual_seed(0)).to(DEVICE)
+        results = [
+            route.backend(backend)(logits_TE, 8, **settings) for backend in ("eager", "triton")
+        ]
+        torch.testing.assert_close(*results)
+
+
+@needs_triton
+@pytest.mark.parametrize("scoring", ["softmax", "sigmoid"])
+@pytest.mark.parametrize("tokens", [0, 150])
+def test_statistics_of_rows_are_those_of_the_reference(scoring, tokens):
+    generator = torch.Generator().manual_seed(0)
+    logits_TE = torch.randn(tokens, 60, generator=generator)
+    choice_TK = torch.rand(tokens, 60, generator=generator).topk(4).indices
+    # Row 0 is padding, and row 3 has no tokens.
+    row_T = torch.randint(0, 3, (tokens,), generator=generator)
+    given = [tensor.to(DEVICE) for tensor in (logits_TE, choice_TK, row_T)]
+    mine = route_stats.backend("triton")(*given, 3, scoring=scoring)
+    torch.testing.assert_close(mine, route_stats.reference(*given, 3, scoring=scoring))
+    with pytest.raises(UnsupportedError, match="logits need a gradient"):
+        route_stats.backend("triton")(given[0].requires_grad_(), *given[1:], 3)
+
+
+def test_a_router_without_as_many_experts_is_refused():
+    if "triton" not in route.backends:
+        pytest.skip("triton is not published for this system")
+    with pytest.raises(UnsupportedError, match=r"logits are \(2, 4\), to choose 5 experts"):
+        route.backend("triton")(torch.ones(2, 4), 5)
+    with pytest.raises(UnsupportedError, match="5 experts are in 2 groups"):
+        route.backend("triton")(torch.ones(2, 5), 1, num_groups=2)

@@ -17,6 +17,7 @@ from penstock.models.causal_lm import CausalLM
 from penstock.models.decoder import Decoder
 from penstock.models.layers.block import CALL_HOOKS, Block
 from penstock.models.layers.call_hook import CallHook
+from penstock.models.layers.dispatch_memo import remember_dispatch
 from penstock.models.layers.dropout import preserve_dropout_rng
 from penstock.models.layers.indexer import defer_losses
 from penstock.models.layers.moe import MoE
@@ -120,7 +121,8 @@ def _with_recomputation(
         return run(module, x, *args)
     # The backward pass of a micro-batch may run while another one's dropout RNG and router observer
     # are active, or none.
-    return form(preserve_modalities(preserve_observer(preserve_dropout_rng(run))), module, x, *args)
+    run = preserve_modalities(preserve_observer(preserve_dropout_rng(run)))
+    return form(remember_dispatch(run), module, x, *args)
 
 
 def _plain(run: CallHook, module: nn.Module, x: torch.Tensor, *args: Any) -> Any:

@@ -46,4 +46,5 @@ def select_activation_impl(experts: ExpertOperations, model: ModelConfig) -> Exp
         activate=swiglu.reference,
         packed_activate=packed_swiglu.reference,
         clamped_gate=clamped_gate.reference,
+        fused=None,
     )

@@ -8,6 +8,7 @@ T tokens of this rank, D model width, K experts per token, E experts in all, R r
 """
 
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -18,9 +19,10 @@ from torch._subclasses.fake_tensor import FakeTensor
 from penstock.engine.distributed.collectives import apply_collective
 from penstock.engine.distributed.device_mesh import Mesh
 from penstock.models.causal_lm import CausalLM
-from penstock.models.layers.experts import Experts
+from penstock.models.layers.dispatch_memo import recall
+from penstock.models.layers.experts import Experts, Routing
 from penstock.models.layers.moe import MoE
-from penstock_kernels.permute import sort_by_expert, unpermute
+from penstock_kernels.permute import Order, sort_by_expert
 
 RegisterDispatcher = Callable[[MoE, dist.ProcessGroup, int], None]
 """Registers a token dispatcher on an MoE layer, given its group and total number of experts."""
@@ -67,7 +69,7 @@ class AllToAllDispatcher:
     """All-to-all token dispatcher of an MoE layer whose experts are on several ranks.
 
     Five all-to-alls per layer and micro-batch: the row counts, the rows, their outputs, and in the
-    backward pass the gradients of both. With activation checkpointing the first three are repeated.
+    backward pass the gradients of both. Activation checkpointing repeats the rows and outputs.
     Dropout in the experts' adapters adds one, of the rows' indices.
     """
 
@@ -85,9 +87,25 @@ class AllToAllDispatcher:
     ) -> torch.Tensor:
         """Send each row to the rank of its expert, and sum the outputs that come back, [T, D]."""
         operations = experts.operations
+        # The same in a recomputation, which so neither exchanges counts nor waits for them.
+        plan = recall(lambda: self._plan(choice_TK, experts.num_experts))
+        order, local_order = plan.order, plan.local_order
+        send = partial(_all_to_all, splits=plan.splits, group=self.group)
+        send_back = partial(_all_to_all, splits=plan.splits[::-1], group=self.group)
+        received_RD = apply_collective(operations.permute(x_TD, order), send, send_back)
+        indices_R = experts.row_indices(order)
+        if indices_R is not None:
+            indices_R = send(indices_R)[local_order.copy_of_row]
+        outputs_RD = experts(received_RD, Routing(local_order, indices_R=indices_R))
+        # Rows that no backward pass reads, [R, D] each, end here, and not with the function.
+        del received_RD
+        returned = apply_collective(outputs_RD, send_back, send)
+        del outputs_RD
+        return operations.unpermute(returned, weights_TK, order)
+
+    def _plan(self, choice_TK: torch.Tensor, local_experts: int) -> "_DispatchPlan":
         order = sort_by_expert(choice_TK, self.num_experts)
         # Rows sorted by expert are sorted by rank as well.
-        rows = operations.permute(x_TD, order)
         send_counts = order.counts.reshape(self.group.size(), -1)
         recv_counts = torch.empty_like(send_counts)
         dist.all_to_all_single(recv_counts, send_counts, group=self.group)
@@ -97,32 +115,23 @@ class AllToAllDispatcher:
         if isinstance(splits, FakeTensor):
             # A dry run has no values: rows are shared out evenly.
             values = torch.full(splits.shape, choice_TK.numel() // self.group.size()).tolist()
-        send = partial(_all_to_all, splits=values, group=self.group)
-        send_back = partial(_all_to_all, splits=values[::-1], group=self.group)
-        received_RD = apply_collective(rows, send, send_back)
-        indices_R = experts.row_indices(order)
-        if indices_R is not None:
-            indices_R = send(indices_R)
-        # Rows that no backward pass reads, [T K, D] each, end here, and not with the function.
-        del rows
         # Received rows are ordered by source rank, then by expert.
-        expert_ids = torch.arange(experts.num_experts, device=recv_counts.device)
+        expert_ids = torch.arange(local_experts, device=recv_counts.device)
         # Without the size, repeat_interleave would read the counts from the device again.
         expert_R = expert_ids.repeat(self.group.size()).repeat_interleave(
-            recv_counts.flatten(), output_size=len(received_RD)
+            recv_counts.flatten(), output_size=sum(values[1])
         )
-        local_order = sort_by_expert(expert_R.unsqueeze(1), experts.num_experts)
-        sorted_RD = operations.permute(received_RD, local_order)
-        del received_RD
-        if indices_R is not None:
-            indices_R = indices_R[local_order.copy_of_row]
-        y_RD = experts(sorted_RD, local_order.counts, indices_R)
-        del sorted_RD
-        outputs_RD = unpermute(y_RD, None, local_order)
-        del y_RD
-        returned = apply_collective(outputs_RD, send_back, send)
-        del outputs_RD
-        return operations.unpermute(returned, weights_TK, order)
+        return _DispatchPlan(order, values, sort_by_expert(expert_R.unsqueeze(1), local_experts))
+
+
+@dataclass(frozen=True, eq=False)
+class _DispatchPlan:
+    order: Order
+    """Of this rank's rows, by the experts of all ranks."""
+    splits: list[list[int]]
+    """Rows that are sent to each rank, and received from each."""
+    local_order: Order
+    """Of the received rows, by the experts of this rank."""
 
 
 def _all_to_all(

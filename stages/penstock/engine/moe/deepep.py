@@ -22,7 +22,7 @@ from torch.autograd.function import once_differentiable
 
 from penstock.core.errors import CapabilityError, ConfigError
 from penstock.engine.moe.deepep_requirements import NO_DROPOUT
-from penstock.models.layers.experts import Experts
+from penstock.models.layers.experts import Experts, Routing
 from penstock.models.layers.moe import MoE
 from penstock_kernels.permute import sort_by_expert
 
@@ -112,9 +112,7 @@ class DeepEP:
         # Most tokens also have experts on other ranks: those copies are sorted last and left out.
         order = sort_by_expert(choice_SK, experts.num_experts)
         order = replace(order, copy_of_row=order.copy_of_row[: layout.num_rows])
-        operations = experts.operations
-        y_RD = experts(operations.permute(x_SD, order), order.counts)
-        outputs_SD = operations.unpermute(y_RD, weights_SK, order)
+        outputs_SD = experts(x_SD, Routing(order, weights_SK))
         if self._combining == "at_once":
             return _Combine.apply(outputs_SD, layout)
         self._pending = _PendingCombine(layout)

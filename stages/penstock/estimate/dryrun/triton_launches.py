@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from triton.runtime import jit
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from penstock.estimate.dryrun.fake_cuda import current_stream
 from penstock.estimate.dryrun.roofline import Roofline
@@ -36,10 +37,20 @@ def record_triton_launches(trace: Trace, roofline: Roofline, is_paused: Callable
         values = dict(zip(self.arg_names, args, strict=False)) | kwargs
         _check(trace, name, values, grid)
         flops = MATMULS[name](values) if name in MATMULS else 0.0
-        work = roofline.triton(name, self.src, values, flops)
+        work = roofline.triton(name, self.src, _operands(values), flops)
         trace.launch(current_stream().number, name, work, "triton")
 
     jit.JITFunction.run = run
+
+
+def _operands(values: Mapping[str, Any]) -> dict[str, Any]:
+    # A kernel may be given a tensor and its descriptor.
+    pointers = {id(x) for x in values.values() if isinstance(x, torch.Tensor)}
+    return {
+        name: x.base if isinstance(x, TensorDescriptor) else x
+        for name, x in values.items()
+        if not (isinstance(x, TensorDescriptor) and id(x.base) in pointers)
+    }
 
 
 def _check(trace: Trace, name: str, values: Mapping[str, Any], grid: Any) -> None:

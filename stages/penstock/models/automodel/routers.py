@@ -12,13 +12,14 @@ import torch
 from torch import nn
 
 from penstock.models.automodel.outline import Scoring
-from penstock.models.layers.router import AddAuxLoss, score_shares, sum_by_row
+from penstock.models.layers.router import AddAuxLoss
 from penstock.models.layers.router_observer import (
     AuxLossGradient,
     RouterObserver,
     RouterStats,
     current_observer,
 )
+from penstock_kernels.route import route_stats, score_shares
 
 TOLERANCE = 1e-3
 
@@ -72,9 +73,9 @@ def observe_router(module: nn.Module, scoring: Scoring) -> None:
             torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss),
             torch.autocast(device, enabled=False),
         ):
-            wide_TE = logits_TE.float()
-            scores = score_shares(wide_TE, scoring), wide_TE.logsumexp(-1).square()
-            stats = sum_by_row(observer.row_T, observer.num_rows, *scores, choice_TK)
+            tokens = logits_TE.float(), choice_TK, observer.row_T
+            sums = route_stats(*tokens, observer.num_rows, scoring=scoring)
+            stats = RouterStats(*sums)
             grad = observer.observe(router, stats)
             if grad is None:
                 return None

@@ -1,9 +1,11 @@
 """The experts of a MoE layer, in two stacked tensors.
 
-R rows (one for each token and selected expert), E experts, D model width, F features of an expert.
+T tokens, K experts per token, R rows (one for each token and selected expert), E experts, D model
+width, F features of an expert.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import ClassVar, Literal, ParamSpec, Protocol, TypeVar
 
@@ -16,6 +18,7 @@ from penstock.models.layers.dropout import RowDropout, rows_rng
 from penstock.models.layers.layer_ops import ACTIVATIONS
 from penstock.models.layers.quantized_linear import QuantizedMatrix
 from penstock_kernels.clamped_swiglu import clamped_gate
+from penstock_kernels.expert_mlp import Gate, expert_mlp
 from penstock_kernels.glu import packed_swiglu, swiglu
 from penstock_kernels.group_gemm import group_gemm
 from penstock_kernels.op import Op
@@ -43,18 +46,20 @@ class ExpertOperations:
 
     group_gemm: Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]
     permute: Callable[[torch.Tensor, Order], torch.Tensor]
-    unpermute: Callable[[torch.Tensor, torch.Tensor, Order], torch.Tensor]
+    unpermute: Callable[[torch.Tensor, torch.Tensor | None, Order], torch.Tensor]
     activate: Callable[[torch.Tensor, torch.Tensor], torch.Tensor]
     packed_activate: Callable[[torch.Tensor], torch.Tensor]
     """`activate` of the two halves of each row."""
     clamped_gate: Callable[[torch.Tensor, float, float], torch.Tensor]
+    fused: Callable[..., torch.Tensor] | None = None
+    """`expert_mlp`, where the implementation has one: all of these at once."""
 
 
 def select_expert_ops(implementation: Implementation) -> ExpertOperations:
     """The kernels of one implementation; `auto` selects the best that supports the inputs.
 
     The name selects the grouped GEMM. Permutation and activation use the same backend if they have
-    it, otherwise their best one; `eager` uses eager PyTorch for all.
+    it, otherwise their best one; `eager` uses eager PyTorch for all. `triton` also fuses all of it.
 
     Raises UnsupportedError if this machine's packages lack the implementation.
     """
@@ -71,7 +76,22 @@ def select_expert_ops(implementation: Implementation) -> ExpertOperations:
         activate=chosen(swiglu),
         packed_activate=chosen(packed_swiglu),
         clamped_gate=chosen(clamped_gate),
+        fused=expert_mlp.backend(implementation) if implementation == "triton" else None,
     )
+
+
+@dataclass(frozen=True, eq=False)
+class Routing:
+    """The rows of tokens for their experts, and what the experts' outputs are multiplied by.
+
+    Not among the tensors of a call, of which FSDP would cast the weights.
+    """
+
+    order: Order
+    weights_TK: torch.Tensor | None = None  # noqa: N815 - T and K name the dimensions
+    """None: the outputs are summed."""
+    indices_R: torch.Tensor | None = None  # noqa: N815 - R names the dimension
+    """The rows' `Experts.row_indices`."""
 
 
 class RunExperts(Protocol):
@@ -102,6 +122,8 @@ class Experts(nn.Module):
 
     stacks: ClassVar[tuple[Stack, Stack]] = ("gate_up_proj", "down_proj")
     """The two parameters."""
+    gate: Gate | None = Gate()
+    """The activation, if `expert_mlp` has it."""
     gate_up_proj: nn.Parameter
     down_proj: nn.Parameter
 
@@ -142,18 +164,35 @@ class Experts(nn.Module):
         """The indices of rows for dropout masks; None without dropout."""
         return None if self.row_dropout is None else self.row_dropout.indices(order)
 
-    def forward(
-        self,
-        x_RD: torch.Tensor,
-        counts_E: torch.Tensor,
-        indices_R: torch.Tensor | None = None,
-    ) -> torch.Tensor:
-        """The experts' outputs, [R, D]. Rows are sorted by expert; `counts_E` is the number of rows
-        of each, `indices_R` their `row_indices`."""
-        if indices_R is None:
-            return self.run(self, x_RD, counts_E)
-        with rows_rng(indices_R):
-            return self.run(self, x_RD, counts_E)
+    def forward(self, x_TD: torch.Tensor, routing: Routing) -> torch.Tensor:
+        """The weighted sum of each token's experts, [T, D]."""
+        order, operations = routing.order, self.operations
+        if operations.fused is not None and self.gate is not None and self.is_plain:
+            # Explicit casts, as in `_grouped_linear`.
+            matrices = [
+                self._outputs_first(self.get_parameter(stack).to(x_TD.dtype))
+                for stack in self.stacks
+            ]
+            biases = [bias.to(x_TD.dtype) for bias in self.biases]
+            return operations.fused(x_TD, routing.weights_TK, order, *matrices, self.gate, *biases)
+        rows_RD = operations.permute(x_TD, order)
+        with nullcontext() if routing.indices_R is None else rows_rng(routing.indices_R):
+            y_RD = self.run(self, rows_RD, order.counts)
+        # The rows end here if no backward pass reads them, before their sums are made.
+        del rows_RD
+        return operations.unpermute(y_RD, routing.weights_TK, order)
+
+    @property
+    def is_plain(self) -> bool:
+        # Whether nothing is computed between or beside the two matrices but the activation.
+        matrices = (getattr(self, stack) for stack in self.stacks)
+        is_quantized = any(isinstance(matrix, QuantizedMatrix) for matrix in matrices)
+        return self.adapter is None and self.run is call_experts and not is_quantized
+
+    @property
+    def biases(self) -> Sequence[nn.Parameter]:
+        """Those of the two matrices, or none."""
+        return ()
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         """gate_up_proj and the activation, [R, F]."""
@@ -182,8 +221,10 @@ class Experts(nn.Module):
             return weight_ENK.group_linear(x_RK, counts_E, multiply)
         # Explicit cast of fp32 weights beside autocast's hidden states: torch.autocast does not
         # cover grouped GEMMs.
-        weight_ENK = weight_ENK.to(x_RK.dtype)
-        return multiply(x_RK, weight_ENK.mT if self.is_transposed else weight_ENK, counts_E)
+        return multiply(x_RK, self._outputs_first(weight_ENK.to(x_RK.dtype)), counts_E)
+
+    def _outputs_first(self, weight: torch.Tensor) -> torch.Tensor:
+        return weight.mT if self.is_transposed else weight
 
     def _add_adapter(
         self, matrix: Matrix, y_RN: torch.Tensor, x_RK: torch.Tensor, counts_E: torch.Tensor
@@ -200,6 +241,7 @@ class PlainExperts(Experts):
     """Experts without a gate, as in Nemotron-H: `down(activation(up(x)))`."""
 
     stacks = ("up_proj", "down_proj")
+    gate = None
     up_proj: nn.Parameter
 
     def __init__(
@@ -235,6 +277,11 @@ class ClampedExperts(Experts):
         super().__init__(config, hidden_size, operations=operations)
         assert config.clamped is not None
         self.alpha, self.limit = config.clamped.alpha, config.clamped.limit
+        self.gate = Gate("clamped", self.alpha, self.limit)
+
+    @property
+    def biases(self) -> Sequence[nn.Parameter]:
+        return self.gate_up_proj_bias, self.down_proj_bias
 
     def gate_up(self, x_RD: torch.Tensor, counts_E: torch.Tensor) -> torch.Tensor:
         both_R2F = self._biased_group_linear(

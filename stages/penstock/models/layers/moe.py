@@ -12,7 +12,8 @@ from torch import nn
 
 from penstock.models.decoder_config import DecoderConfig, ExpertsConfig
 from penstock.models.layers.call_hook import CallHook, call, no_op
-from penstock.models.layers.experts import ExpertOperations, Experts, build_experts
+from penstock.models.layers.dispatch_memo import recall
+from penstock.models.layers.experts import ExpertOperations, Experts, Routing, build_experts
 from penstock.models.layers.feed_forward import build_feed_forward
 from penstock.models.layers.layer_ops import LayerOps
 from penstock.models.layers.router import Precision, Router
@@ -42,12 +43,9 @@ class TokenDispatcher(Protocol):
 def dispatch_locally(
     x_TD: torch.Tensor, choice_TK: torch.Tensor, weights_TK: torch.Tensor, experts: Experts, /
 ) -> torch.Tensor:
-    """Dispatch where all experts are local: sort tokens by expert, run the experts, and unsort."""
-    operations = experts.operations
-    order = sort_by_expert(choice_TK, experts.num_experts)
-    indices_R = experts.row_indices(order)
-    y_RD = experts(operations.permute(x_TD, order), order.counts, indices_R)
-    return operations.unpermute(y_RD, weights_TK, order)
+    """Dispatch where all experts are local."""
+    order = recall(lambda: sort_by_expert(choice_TK, experts.num_experts))
+    return experts(x_TD, Routing(order, weights_TK, experts.row_indices(order)))
 
 
 class MoE(nn.Module):

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.autograd.function import once_differentiable
 
-from penstock.models.decoder_config import ExpertsConfig, Scoring
+from penstock.models.decoder_config import ExpertsConfig
 from penstock.models.layers.call_hook import no_op
 from penstock.models.layers.module_registry import OpModule, module_by_id
 from penstock.models.layers.router_observer import (
@@ -23,7 +23,7 @@ from penstock.models.layers.router_observer import (
     current_observer,
 )
 from penstock_kernels.custom_op import operator
-from penstock_kernels.route import route
+from penstock_kernels.route import route, route_stats, row_mask, score_shares, sum_by_row
 
 Precision = Literal["fp32", "model"]
 """Dtype of the logits matmul: fp32, or that of the hidden states."""
@@ -85,7 +85,7 @@ class Router(OpModule):
         )
         op_id = self.traced_op_id()
         if op_id is not None:
-            scores = self._scores(logits_TE)
+            scores = score_shares(logits_TE, config.scoring), logits_TE.logsumexp(-1).square()
             return choice_TK, _AddAuxLossCompiled.apply(weights_TK, *scores, choice_TK, op_id)
         aux_loss = self._aux_loss(logits_TE, choice_TK)
         if aux_loss is not None:
@@ -98,7 +98,12 @@ class Router(OpModule):
             return None
         # Statistics without an auxiliary loss would keep the graph of the logits in memory.
         with torch.set_grad_enabled(torch.is_grad_enabled() and observer.has_aux_loss):
-            stats = self._routing_stats(observer, *self._scores(logits_TE), choice_TK)
+            row_T, num_rows = self._local_rows(observer), observer.num_rows
+            with torch.autocast(logits_TE.device.type, enabled=False):
+                sums = route_stats(
+                    logits_TE, choice_TK, row_T, num_rows, scoring=self.config.scoring
+                )
+            stats = RouterStats(*sums)
             grad = observer.observe(self, stats)
             return None if grad is None else grad.inner_product(stats)
 
@@ -109,11 +114,12 @@ class Router(OpModule):
         # shares and squares; zeros without an observer.
         observer = current_observer()
         if observer is not None and self.is_observed and observer.observes_pass(self):
-            grad = observer.observe(
-                self, self._routing_stats(observer, shares_TE, squares_T, choice_TK)
-            )
+            row_T, num_rows = self._local_rows(observer), observer.num_rows
+            with torch.autocast(shares_TE.device.type, enabled=False):
+                sums = sum_by_row(row_T, num_rows, shares_TE, squares_T, choice_TK)
+            grad = observer.observe(self, RouterStats(*sums))
             if grad is not None:
-                row_mask_RT = row_mask(self._local_rows(observer), observer.num_rows)
+                row_mask_RT = row_mask(row_T, num_rows)
                 of_shares_RE = grad.shares_RE.expand(len(row_mask_RT), -1)
                 # Autocast would multiply in 16 bits.
                 with torch.autocast(shares_TE.device.type, enabled=False):
@@ -125,65 +131,9 @@ class Router(OpModule):
         row_T, tokens = self.local_rows(observer.row_T), current_modalities()
         return row_T if tokens is None else row_T * tokens.is_text_T
 
-    def _routing_stats(
-        self,
-        observer: RouterObserver,
-        shares_TE: torch.Tensor,
-        squares_T: torch.Tensor,
-        choice_TK: torch.Tensor,
-    ) -> RouterStats:
-        row_T = self._local_rows(observer)
-        with torch.autocast(shares_TE.device.type, enabled=False):
-            return sum_by_row(row_T, observer.num_rows, shares_TE, squares_T, choice_TK)
-
-    def _scores(self, logits_TE: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        # Each expert's share of a token's scores, and the squared logsumexp of the token's logits
-        # (z-loss).
-        shares_TE = score_shares(logits_TE, self.config.scoring)
-        # Zoph et al. 2022, "ST-MoE" (arXiv 2202.08906), equation 5.
-        return shares_TE, logits_TE.logsumexp(-1).square()
-
     def extra_repr(self) -> str:
         experts, width = self.weight.shape
         return f"{width} -> {self.config.experts_per_token} of {experts}, {self.config.scoring}"
-
-
-def score_shares(logits_TE: torch.Tensor, scoring: Scoring) -> torch.Tensor:
-    """Each expert's share of a token's scores."""
-    if scoring == "softmax":
-        return logits_TE.softmax(-1)
-    scores_TE = logits_TE.sigmoid()
-    # Sigmoids do not sum to 1 (DeepSeek-AI 2024, "DeepSeek-V3", arXiv 2412.19437, equation 19).
-    return scores_TE / scores_TE.sum(-1, keepdim=True)
-
-
-def row_mask(row_T: torch.Tensor, num_rows: int) -> torch.Tensor:
-    """Mask of the tokens of each row, from 1, fp32 [R, T]."""
-    numbers_R = torch.arange(1, num_rows + 1, device=row_T.device)
-    return (row_T == numbers_R[:, None]).float()
-
-
-def sum_by_row(
-    row_T: torch.Tensor,
-    num_rows: int,
-    shares_TE: torch.Tensor,
-    squares_T: torch.Tensor,
-    choice_TK: torch.Tensor,
-) -> RouterStats:
-    """Sums over the tokens of each row; tokens of row 0 are in none."""
-    experts = shares_TE.shape[-1]
-    # Not `torch.bincount`, which synchronizes with the GPU.
-    chosen = (row_T[:, None] * experts + choice_TK).flatten()
-    counts = chosen.new_zeros((num_rows + 1) * experts)
-    # Integers: whatever order the GPU adds them in, the sum is the same.
-    counts.scatter_add_(0, chosen, torch.ones_like(chosen))
-    # Matmuls with the mask: index_add_ on CUDA adds in any order.
-    row_mask_RT = row_mask(row_T, num_rows)
-    return RouterStats(
-        counts_RE=counts.view(-1, experts)[1:],
-        shares_RE=row_mask_RT @ shares_TE,
-        squares_R=row_mask_RT @ squares_T,
-    )
 
 
 class AddAuxLoss(torch.autograd.Function):
