@@ -93,7 +93,9 @@ def agrees(experts, choice, D, F, dtype, gate, layout, *, weighted=True, wants=N
     ],
 )
 @pytest.mark.parametrize("case", CHOICES.values(), ids=CHOICES)
-def test_sums_and_every_gradient_are_those_of_loops_in_float64(case, gate, layout, dtype):
+def test_sums_and_every_gradient_are_those_of_loops_in_float64(
+    case: tuple[int, torch.Tensor], gate, layout, dtype
+):
     agrees(*case, 24, 16, dtype, gate, layout)
 
 

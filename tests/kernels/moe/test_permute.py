@@ -1,6 +1,7 @@
 """permute and unpermute: sorting by expert and adding up, against lists and loops."""
 
 import random
+from typing import Any
 
 import pytest
 import torch
@@ -24,7 +25,7 @@ TOLERANCE = {
 }
 
 # Experts, and what each token chose of them: -1 and numbers past the last are nobody.
-CHOICES = {
+CHOICES: dict[str, tuple[int, Any]] = {
     "an-expert-without-tokens": (4, [[0, 3], [3, 1], [1, 0]]),
     "one-expert-has-all": (3, [[1], [1], [1], [1]]),
     "one-token-in-all": (5, [[4, 2, 0]]),

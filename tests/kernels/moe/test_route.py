@@ -2,6 +2,7 @@
 
 import random
 from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
@@ -168,11 +169,12 @@ def test_a_hundred_random_routers_choose_and_weigh_as_plain_loops_do(backend):
 
 @needs_triton
 def test_triton_chooses_as_the_reference_does_by_the_best_of_a_group_and_among_many_experts():
-    for experts, settings in (
+    cases: list[tuple[int, dict[str, Any]]] = [
         (60, {"num_groups": 6, "groups_per_token": 2, "group_score": "best", "scoring": "softmax"}),
         (384, {"scoring": "sigmoid", "scale": 2.827}),
         (128, {"norm_eps": 0.1}),
-    ):
+    ]
+    for experts, settings in cases:
         logits_TE = torch.randn(37, experts, generator=torch.Generator().manual_seed(0)).to(DEVICE)
         results = [
             route.backend(backend)(logits_TE, 8, **settings) for backend in ("eager", "triton")
@@ -189,11 +191,12 @@ def test_statistics_of_rows_are_those_of_the_reference(scoring, tokens):
     choice_TK = torch.rand(tokens, 60, generator=generator).topk(4).indices
     # Row 0 is padding, and row 3 has no tokens.
     row_T = torch.randint(0, 3, (tokens,), generator=generator)
-    given = [tensor.to(DEVICE) for tensor in (logits_TE, choice_TK, row_T)]
-    mine = route_stats.backend("triton")(*given, 3, scoring=scoring)
-    torch.testing.assert_close(mine, route_stats.reference(*given, 3, scoring=scoring))
+    given = logits_TE.to(DEVICE), choice_TK.to(DEVICE), row_T.to(DEVICE), 3
+    mine = route_stats.backend("triton")(*given, scoring=scoring)
+    torch.testing.assert_close(mine, route_stats.reference(*given, scoring=scoring))
+    given[0].requires_grad_()
     with pytest.raises(UnsupportedError, match="logits need a gradient"):
-        route_stats.backend("triton")(given[0].requires_grad_(), *given[1:], 3)
+        route_stats.backend("triton")(*given)
 
 
 def test_a_router_without_as_many_experts_is_refused():

@@ -235,19 +235,24 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
     input, if it trains."""
     config, tokens, width = sharded.config, sharded.tokens, sharded.compute_bytes
     rows, features = tokens * experts.experts_per_token, experts.latent_size or config.hidden_size
-    row = rows * width * features
-    saved = row * saved_inputs.num_copies("gate_proj", "up_proj")
     latent_inputs = saved_inputs.num_copies(experts.names.latent_out)
-    saved += tokens * experts.latent_size * width * latent_inputs
-    inner = rows * experts.intermediate_size + tokens * experts.shared_intermediate_size
-    saved += _saved_per_feature(sharded, saved_inputs) * width * inner
+    saved = tokens * experts.latent_size * width * latent_inputs
+    per_feature = _saved_per_feature(sharded, saved_inputs)
+    saved += per_feature * width * tokens * experts.shared_intermediate_size
     lora_a_bytes = saved_inputs.lora_a_bytes("gate_proj", "up_proj", "down_proj")
     saved += lora_a_bytes * experts.experts_per_token
+    row = rows * width * features
+    if _is_fused(sharded, lora_a_bytes):
+        # Only gate and up features of rows, and the tokens.
+        saved += width * (2 * rows * experts.intermediate_size + tokens * features)
+    else:
+        saved += row * saved_inputs.num_copies("gate_proj", "up_proj")
+        saved += per_feature * width * rows * experts.intermediate_size
     if sharded.kind == "cpu":
         # PyTorch weights and sums expert outputs in fp32, and saves the permutation twice.
         # index_select saves 8 bytes of an index for each row, and masked_fill 1 of a mask.
         saved += rows * (FP32 * features + 2 * (8 + 1))
-    else:
+    elif not _is_fused(sharded, lora_a_bytes):
         saved += row
     saved += tokens * FP32 * (2 * experts.num_experts + 4 * experts.experts_per_token)
     # A router's matmul in fp32 saves the cast copy of its input.
@@ -257,6 +262,13 @@ def _experts(sharded: ShardedModel, experts: ExpertsConfig, saved_inputs: _Saved
         shared = saved_inputs.num_copies("gate_proj", "up_proj") + experts.shared_gate
         saved += tokens * width * config.hidden_size * shared
     return saved
+
+
+def _is_fused(sharded: ShardedModel, lora_a_bytes: float) -> bool:
+    # Whether `expert_mlp` computes the experts.
+    run = sharded.run
+    is_plain = not lora_a_bytes and not run.train.moe_checkpoint_method and sharded.config.gated
+    return run.model.moe_implementation == "triton" and bool(is_plain)
 
 
 def _expert_gradients(sharded: ShardedModel, experts: ExpertsConfig) -> float:
