@@ -310,6 +310,18 @@ def test_an_operation_that_takes_too_long_is_given_up(tmp_path):
     asyncio.run(check())
 
 
+def test_requests_that_run_together_have_time_as_long_as_any_of_them_ends(tmp_path):
+    async def check():
+        async with house(tmp_path, operation_timeout=2.0) as here:
+            await here.client.begin()
+            here.workers.slowly = 0.5
+            asked = [await here.client.ask(WORKS[GenerateCommand]) for _ in range(5)]
+            ended = [await future for future in asked]
+            assert [len(result.sequences) for result in ended] == [1] * 5
+
+    asyncio.run(check())
+
+
 def test_an_engine_that_dies_over_a_pass_does_not_count_it_twice(tmp_path):
     async def check():
         async with house(tmp_path) as here:

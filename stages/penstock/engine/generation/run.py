@@ -5,6 +5,7 @@ entries, V vocabulary.
 """
 
 import secrets
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
@@ -96,6 +97,8 @@ class GenerationRun:
         gather = layout.context.gather_tokens
         self._paged = PagedDecode(limits, memory.cache, ranks.device, gather)
         self._uncached = FullRecomputeDecode(limits)
+        # Those that generate in turn, so that prompts which join one do not hold up the other.
+        self._passes = deque((self._paged, self._uncached))
         self._requests: list[GenerationRequest] = []
         self._unfinished: list[DecodingSequence] = []
         self._num_prompts = 0
@@ -146,15 +149,15 @@ class GenerationRun:
         )
         if has_arrivals:
             samples[0, -1] = 1
-        passes = self._paged, self._uncached
-        batches = (sequence_pass.next_batch() for sequence_pass in passes)
+        self._passes.rotate()
+        batches = (sequence_pass.next_batch() for sequence_pass in self._passes)
         batch = next((batch for batch in batches if batch), None)
         self._forward(batch or padding_pass(self._multiple), samples)
         has_arrivals = self._append_tokens(samples)
         self._unfinished = [seq for seq in self._unfinished if not seq.finish_reason]
         for index, seq in enumerate(self._unfinished):
             seq.index = index
-        for sequence_pass in passes:
+        for sequence_pass in self._passes:
             sequence_pass.remove_finished()
         return self._pop_finished(), has_arrivals
 
